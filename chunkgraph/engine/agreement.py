@@ -9,12 +9,15 @@ import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, WorkerError
+from chunkgraph.jobs.processes import describe_loss
 
 __all__ = [
     "Agree",
@@ -23,6 +26,7 @@ __all__ = [
     "agree_alone",
     "agree_on_cause",
     "job_timeout",
+    "lost_ranks_named",
     "new_group",
     "refuse_differences",
     "refused_together",
@@ -108,6 +112,7 @@ class Maximum:
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._last = work
 
+        @lost_ranks_named()
         def wait() -> list[int]:
             work.wait()
             return [int(value) for value in tensor]
@@ -131,6 +136,53 @@ class Maximum:
         dist.destroy_process_group(group)
 
 
+_SILENCE = timedelta(seconds=5)
+
+
+@contextlib.contextmanager
+def lost_ranks_named() -> Iterator[None]:
+    """Name the ranks that are silent in errors of torch that end a wait for other ranks.
+
+    Ranks whose wait ends this way tell each other through the job's store. A process that was
+    stopped, hangs or has ended tells nothing, and torch's errors do not say which one it is.
+
+    Raises:
+        WorkerError: Another rank ended or did not answer in time.
+    """
+    try:
+        yield
+    except WorkerError:
+        raise
+    except RuntimeError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # of the error of a capture
+            cause = cause.__cause__
+        rank = dist.get_rank() if dist.is_initialized() else None
+        if rank is None or not (loss := describe_loss(cause, str(cause), rank)):
+            raise
+        silent: list[int] = []
+        thread = Thread(target=_find_silent_ranks, args=(silent,), daemon=True)
+        thread.start()  # a store of a stopped process never answers, whatever the timeout
+        thread.join(_SILENCE.total_seconds() + 1)
+        if thread.is_alive():
+            loss += " The job's store does not answer either; rank 0 serves it, or torchrun."
+        elif silent:
+            loss += f" No word from rank {', '.join(map(str, silent))}: stopped, hung or ended."
+        raise WorkerError(loss) from error
+
+
+def _find_silent_ranks(silent: list[int]) -> None:
+    """Tell the other ranks that this one waits no longer; append those that do not tell so."""
+    with contextlib.suppress(Exception):  # the store has ended
+        store: Any = distributed_c10d._get_default_store()
+        store = store.clone() if hasattr(store, "clone") else store  # others may be waiting
+        names = [f"chunkgraph/alive/{rank}" for rank in range(dist.get_world_size())]
+        store.set(names[dist.get_rank()], "")
+        with contextlib.suppress(dist.DistError):
+            store.wait(names, _SILENCE)
+        silent += [rank for rank, name in enumerate(names) if not store.check([name])]
+
+
 def agree_on_cause(agree: Agree, cause: str) -> tuple[str, bool]:
     """Choose one cause for all ranks, although they can only exchange maxima of numbers.
 
@@ -152,28 +204,40 @@ def agree_on_cause(agree: Agree, cause: str) -> tuple[str, bool]:
     return bytes(codes).decode(errors="replace"), is_own
 
 
-@contextlib.contextmanager
-def refused_together(agree: Agree | None, rank: int) -> Iterator[None]:
-    """Let an error of one rank's block end the block on all ranks, which enter it together.
+class _RefusedElsewhereError(ConfigError):
+    """Another rank's block raised, and all ranks know."""
 
-    Collectives of the block must come after all that can fail on one rank alone.
+
+@contextlib.contextmanager
+def refused_together(agree: Agree | None, rank: int) -> Iterator[Callable[[], None]]:
+    """Let an error of one rank's block end the block on all ranks, which enter it together.
 
     Args:
         agree: see `Agree`; None for one rank.
         rank: this rank, as errors name it.
 
+    Yields:
+        A function that ends the block here if another rank's has raised. All ranks call it before
+        a collective of the block, or creating a group, where one of them can have failed before.
+
     Raises:
         ConfigError: another rank's block raised; the message has its text.
     """
     agree = agree or agree_alone
+
+    def meet() -> None:
+        if cause := agree_on_cause(agree, "")[0]:
+            text = f"rank {rank} stopped, since another rank cannot go on.\n{cause}"
+            raise _RefusedElsewhereError(text)
+
     try:
-        yield
+        yield meet
+    except (_RefusedElsewhereError, WorkerError):  # the other ranks wait no longer
+        raise
     except Exception as error:
         agree_on_cause(agree, f"rank {rank}: {error}")
         raise
-    cause, _ = agree_on_cause(agree, "")
-    if cause:
-        raise ConfigError(f"rank {rank} stopped, since another rank cannot go on.\n{cause}")
+    meet()
 
 
 def refuse_differences(agree: Agree | None, rank: int, facts: Mapping[str, object]) -> None:

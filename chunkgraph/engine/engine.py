@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import arguments
-from chunkgraph.engine.agreement import Agree, agree_alone
+from chunkgraph.engine.agreement import Agree, agree_alone, lost_ranks_named
 from chunkgraph.engine.banks import Banks, Samples, StepBanks
 from chunkgraph.engine.capture.graph_set import CaptureReport, GraphSet
 from chunkgraph.engine.capture.output_gradients import watched
@@ -256,10 +256,10 @@ class ChunkGraphs:
             if reason is EagerReason.NONE:
                 self.mode = StepMode.REPLAY
                 observers = self._hooks, *self._observers, *self._of_capture
-                with self._replayer.step(num_microbatches, observers):
+                with lost_ranks_named(), self._replayer.step(num_microbatches, observers):
                     yield self.mode
             else:
-                with self._running_eagerly(reason, shape_key):
+                with lost_ranks_named(), self._running_eagerly(reason, shape_key):
                     yield self.mode
         finally:
             self.mode = StepMode.OUTSIDE

@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 
 import torch
 
-from chunkgraph.engine.agreement import Agree, agree_on_cause
+from chunkgraph.engine.agreement import Agree, agree_on_cause, lost_ranks_named
 from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.banks import StepBanks
 from chunkgraph.engine.capture.graph_set import GraphSet
@@ -25,7 +25,7 @@ from chunkgraph.engine.chunk import CaptureOptions, Chunk
 from chunkgraph.engine.observer import Observer
 from chunkgraph.engine.program import FORWARD_ONLY
 from chunkgraph.engine.tree import Call
-from chunkgraph.errors import CaptureError, ChunkGraphError
+from chunkgraph.errors import CaptureError, ChunkGraphError, WorkerError
 from chunkgraph.graphs import GraphBackend, capture_failure
 
 __all__ = ["Capturer", "JointCapture", "Lockstep", "StoppedElsewhere"]
@@ -95,7 +95,7 @@ class Capturer:
                 )
 
     def _capture_together(self, make_samples: MakeSamples) -> JointCapture:
-        """Capture on this rank, and exchange the outcome with all ranks. Raises nothing."""
+        """Capture on this rank, and exchange the outcome with all ranks, unless one is lost."""
         lockstep = Lockstep(self.agree)
         progress = _Progress(self.settings)
         label = rank_label(self.chunks)
@@ -113,7 +113,7 @@ class Capturer:
                 progress=progress,
                 layers=progress.layers,
             )
-            with progress.layers.watching(self.chunks):
+            with lost_ranks_named(), progress.layers.watching(self.chunks):
                 captured = capture_session(chunks, self.num_slots, samples, self.backend, settings)
             if self.options.verify != "none":  # loaded only if it is needed
                 make = resolve_name("chunkgraph.engine.verify:VERIFIERS")[self.options.verify]
@@ -122,6 +122,8 @@ class Capturer:
             lockstep.finish()
         except StoppedElsewhere as stop:
             _forget_frames(stop)
+        except WorkerError:  # nothing can be agreed without a rank
+            raise
         except Exception as error:  # noqa: BLE001
             # Any error: the other ranks are about to exchange outcomes.
             own_error = progress.explain(error, label)

@@ -29,6 +29,7 @@ __all__ = [
     "EXIT_USAGE",
     "PARENT_PID_VARIABLE",
     "REPORT_FOLDER_VARIABLE",
+    "describe_loss",
     "die_with_parent",
     "exit_code_of",
     "first_failure",
@@ -56,7 +57,7 @@ _LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
-    "Timed out",
+    "Timed out waiting",
     "Application timeout",
     "wait timeout",
 )
@@ -127,7 +128,7 @@ def _print_once(error: BaseException, rank: int) -> None:
     """Print an error; where all ranks have it in common, on the first of this machine."""
     message = describe_error(error, rank)
     is_of_other = exit_code_of(error) == EXIT_USAGE and os.environ.get("LOCAL_RANK", "0") != "0"
-    if is_of_other or _FOLLOWS in message:
+    if is_of_other or (_FOLLOWS in message and not isinstance(error, WorkerError)):
         time.sleep(_WAIT_S)
         if is_of_other:  # it is this rank's own
             message = f"Rank {rank} failed: {message}"
@@ -204,8 +205,8 @@ def _guard(guarded: int) -> None:
     os.closerange(0, 2**20)  # readers of the guarded process's output see its end
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     die_with_parent(signal.SIGTERM)
-    while os.getppid() == guarded:
-        signal.sigwait({signal.SIGTERM})
+    while os.getppid() == guarded and not _is_stopped_for_good(guarded):
+        signal.sigtimedwait({signal.SIGTERM}, _GRACE_S)
     with suppress(OSError):  # the group is empty
         os.killpg(guarded, signal.SIGTERM)
         deadline = time.monotonic() + _GRACE_S
@@ -213,6 +214,15 @@ def _guard(guarded: int) -> None:
             time.sleep(_POLL_S)
             os.killpg(guarded, 0)
         os.killpg(guarded, signal.SIGKILL)
+
+
+def _is_stopped_for_good(pid: int) -> bool:
+    """Return whether a process is stopped and cannot end by a SIGTERM, as from torchrun."""
+    with suppress(OSError):  # it has ended
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+        pending = int(status.partition("ShdPnd:")[2].split()[0], 16)
+        return "State:\tT" in status and bool(pending >> (signal.SIGTERM - 1) & 1)
+    return False
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -238,25 +248,30 @@ def describe_error(error: BaseException, rank: int) -> str:
     text = ""
     with suppress(Exception):  # of a class whose own text fails
         text = str(error)
-    is_own = isinstance(error, (ChunkGraphError, BrokenPipeError))
     if type(error).__name__ == "CheckpointException":  # torch's; its text is the ranks' tracebacks
         causes = [(at, cause) for at, (cause, _) in getattr(error, "failures", {}).items()]
         text = "; ".join(f"on rank {at}, {type(cause).__name__}: {cause}" for at, cause in causes)
     # A blank line would end the message in the error file.
     text = "\n".join(line for line in text.splitlines() if line.strip())
     text = text.strip() or type(error).__name__
-    if not is_own and any(sign in text for sign in _LOST_PEER):
-        return (
-            f"Rank {rank} stopped because another rank ended or did not answer in time "
-            f"({text.splitlines()[0]})."
-        )
+    if loss := describe_loss(error, text, rank):
+        return loss
     if not isinstance(error, ChunkGraphError):
         text = f"{type(error).__name__}: {text}"
-    elif exit_code_of(error) == EXIT_USAGE or text.lower().startswith(
-        "rank"
-    ):  # a setting concerns all ranks
-        return text
+    elif exit_code_of(error) == EXIT_USAGE or text.lower().startswith("rank"):
+        return text  # a setting concerns all ranks
     return f"Rank {rank} failed: {text}"
+
+
+def describe_loss(error: BaseException, text: str, rank: int) -> str:
+    """Describe an error of torch that ended a wait for another rank; return "" for others."""
+    is_own = isinstance(error, (ChunkGraphError, BrokenPipeError))
+    if is_own or not any(sign in text for sign in _LOST_PEER):
+        return ""
+    return (
+        f"Rank {rank} stopped because another rank ended or did not answer in time "
+        f"({text.splitlines()[0]})."
+    )
 
 
 def follows_from_another(folder: Path, rank: int) -> bool:

@@ -75,11 +75,13 @@ def run_script(options: argparse.Namespace) -> int:
                 script_args += cpu_flags(script_args)
                 stack.enter_context(cpu_pretrain_host())
             sys.argv = [str(options.script), *script_args]
+            from chunkgraph.engine.agreement import lost_ranks_named
             from chunkgraph.launch.hooks import enable
 
             hooks = enable(on_cpu=options.device == "cpu")
         hooks.on_parser = explain_in_one_line
         stack.callback(hooks.disable)
+        stack.enter_context(lost_ranks_named())
         code, is_over = 0, True
         try:
             runpy.run_path(str(options.script), run_name="__main__")

@@ -117,7 +117,7 @@ def attach(  # the options of a job, as keywords
         undo = failure.enter_context(ExitStack())
         agree = new_agreement(undo)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        with refused_together(agree, rank):
+        with refused_together(agree, rank) as meet:
             refuse_other_releases()
             site = Site(
                 chunks=[model_chunks] if isinstance(model_chunks, nn.Module) else [*model_chunks],
@@ -126,25 +126,28 @@ def attach(  # the options of a job, as keywords
                 requested_slots=num_slots,
                 requested_schedule=schedule,
                 agree=agree,
+                meet=meet,
             )
             if packing is not None and not isinstance(packing, PackedBanks):
                 packing = PackedBanks.of_model(packing, site.config)
             chosen = {"packing": packing, "token_drops": token_drops, "stash": stash}
             site.feature_options = chosen
             _check_features(site, kinds)
-        refuse_differences(agree, rank, site.equal_facts())
-        for kind in kinds:
-            kind.prepare(site, undo)
-        site.find_parts()
-        own = (kind.of(site, undo) for kind in kinds)
-        installed = Features((feature for feature in own if feature is not None), progress)
-        graphs = MegatronChunkGraphs(site, installed, undo, backend)
-        failure.callback(graphs.detach)
-        for part in site.parts:
-            part.divert_to(installed.call(part, partial(graphs.receiver.call, part.index)), undo)
-        installed.bind(graphs)
-        if installed.repeats_steps:
-            graphs.guard = OverflowGuard(graphs, undo)
+            meet()
+            refuse_differences(agree, rank, site.equal_facts())
+            for kind in kinds:
+                kind.prepare(site, undo)
+            site.find_parts()
+            own = (kind.of(site, undo) for kind in kinds)
+            installed = Features((feature for feature in own if feature is not None), progress)
+            graphs = MegatronChunkGraphs(site, installed, undo, backend)
+            failure.callback(graphs.detach)
+            for part in site.parts:
+                call = partial(graphs.receiver.call, part.index)
+                part.divert_to(installed.call(part, call), undo)
+            installed.bind(graphs)
+            if installed.repeats_steps:
+                graphs.guard = OverflowGuard(graphs, undo)
         failure.pop_all()
     return graphs
 

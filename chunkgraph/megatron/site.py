@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +52,7 @@ class Site:
         schedule: The schedule that drives training steps; None for Megatron's own.
         num_slots: Number of slots of each chunk.
         agree: Element-wise maximum over all ranks; None in a job of one rank.
+        meet: Called on all ranks before collectives of `attach`; see `refused_together`.
         config: Megatron's TransformerConfig.
         place: This rank's place in the pipeline.
         device: Device of the parameters.
@@ -69,6 +70,7 @@ class Site:
     num_slots: tuple[int, ...] = ()
     schedule: PipelineSchedule | None = None
     agree: Maximum | None = None
+    meet: Callable[[], None] = lambda: None
 
     config: Any = field(init=False)
     place: PipelinePlace = field(init=False)
@@ -121,6 +123,7 @@ class Site:
         Raises:
             ConfigError: A chunk has no such part, or its hooks cannot be captured.
         """
+        self.meet()
         self.scope = choose_scope(
             self.requested_scope,
             self.facts(),

@@ -14,7 +14,13 @@ import torch.distributed as dist
 from chunkgraph import __version__
 from chunkgraph._text import shown
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
-from chunkgraph.engine.agreement import Maximum, new_group, refuse_differences, refused_together
+from chunkgraph.engine.agreement import (
+    Maximum,
+    lost_ranks_named,
+    new_group,
+    refuse_differences,
+    refused_together,
+)
 from chunkgraph.engine.chunk import is_integer
 from chunkgraph.engine.split import WeightBackwards
 from chunkgraph.errors import ChunkGraphError, ConfigError, ReplayMismatchError
@@ -144,7 +150,7 @@ class GraphedSchedule:
     def eval(self, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
         """Run one evaluation step eagerly, for any count; see ``eval`` of torch's schedules."""
         schedule = self._schedule(self._count(num_microbatches), is_training=False)
-        with self._renewed_after_errors():
+        with lost_ranks_named(), self._renewed_after_errors():
             return schedule.eval(*args, **kwargs)
 
     def _count(self, num_microbatches: int | None) -> int:

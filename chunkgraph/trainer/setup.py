@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from chunkgraph import __version__
-from chunkgraph.engine.agreement import refuse_differences
+from chunkgraph.engine.agreement import lost_ranks_named, refuse_differences
 from chunkgraph.megatron.core.access import import_megatron, versions
 from chunkgraph.megatron.core.random_state import seed_model_parallel
 from chunkgraph.megatron.cpu.host import cpu_host
@@ -59,11 +59,12 @@ def training_process(config: Config) -> Iterator[torch.device]:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         timeout = timedelta(seconds=config.run.timeout_s)
         dist.init_process_group("gloo" if is_cpu else "nccl", timeout=timeout)
-        with ExitStack() as undo:
-            refuse_differences(new_agreement(undo), dist.get_rank(), _equal_facts(config))
         # After an error NCCL would wait for transfers that the other ranks may never post, and the
         # process ends anyway. The function is looked up then: attached graphs replace it.
         stack.push(lambda kind, *_: dist.destroy_process_group() if is_cpu or not kind else None)
+        stack.enter_context(lost_ranks_named())
+        with ExitStack() as undo:
+            refuse_differences(new_agreement(undo), dist.get_rank(), _equal_facts(config))
         state = import_megatron("megatron.core.parallel_state")
         virtual = pipeline.num_model_chunks
         state.initialize_model_parallel(

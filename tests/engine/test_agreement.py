@@ -232,3 +232,17 @@ def test_one_function_makes_all_groups() -> None:
     made = re.compile(r"dist\.new_\w*group|new_subgroups|split_group")
     files = [p for p in folder.rglob("*.py") if made.search(p.read_text(encoding="utf-8"))]
     assert [str(p.relative_to(folder)) for p in files] == ["engine/agreement.py"]
+
+
+def test_an_error_between_collectives_reaches_ranks_that_wait_in_the_block() -> None:
+    def refuse(rank: int, agree: Any) -> None:
+        with refused_together(agree, rank) as meet:
+            meet()
+            if rank == 1:
+                raise ConfigError("stage 1 has no layer.")
+            meet()
+            raise AssertionError("a rank went on to its collective")
+
+    texts = messages(2, refuse)
+    assert texts[0].endswith("another rank cannot go on.\nrank 1: stage 1 has no layer.")
+    assert texts[1] == "stage 1 has no layer."

@@ -190,6 +190,44 @@ def child_of(parent: int, rank: int) -> int:
 
 
 @pytest.mark.slow
+def test_ranks_without_a_launcher_name_the_one_that_is_stopped(
+    make_config: MakeConfig, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    config = make_config(
+        pipeline={"pipeline_model_parallel_size": 2},
+        train={"num_microbatches": [3] * 300, "compare": "none"},
+        run={"timeout_s": 8},
+    )
+    (tmp_path / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "chunkgraph.cli", "train", str(tmp_path / "config.yaml")]
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **job, "PYTHONPATH": path, "RANK": str(r), "LOCAL_RANK": str(r)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(2)
+    ]
+    try:
+        assert ranks[0].stderr is not None
+        next(line for line in ranks[0].stderr if "step 50/" in line)
+        ranks[1].send_signal(signal.SIGSTOP)
+        start = time.monotonic()
+        last = ranks[0].stderr.read().splitlines()[-1]
+        assert time.monotonic() - start < 8 + 30
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert last.startswith("error: Rank 0 stopped because another rank ended or did not answer")
+    assert last.endswith("No word from rank 1: stopped, hung or ended.")
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 @pytest.mark.parametrize("moment", ["processes: ", "step 1/", "chunk graphs: captured", "step 50/"])
 def test_a_stopped_rank_is_named_within_the_timeout(

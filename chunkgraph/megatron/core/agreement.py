@@ -9,21 +9,19 @@ Values travel in torch's format for tensors and plain Python values, whose reade
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import struct
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from chunkgraph.engine.agreement import Maximum, new_group
-from chunkgraph.errors import WorkerError
+from chunkgraph.engine.agreement import Maximum, lost_ranks_named, new_group
 from chunkgraph.megatron.core.access import import_megatron
 
 __all__ = [
@@ -155,7 +153,7 @@ class _Posts:
         store, number = self._store, self._num_rounds
         self._num_rounds += 1
         posted, count, result = (f"{number}/{name}" for name in ("posted", "count", "result"))
-        with _explained():
+        with lost_ranks_named():
             store.append(posted, _HEADER.pack(self._place, len(data)) + data)
             if store.add(count, 1) == self._num_ranks:
                 store.set(result, combine(store.get(posted)))
@@ -163,28 +161,12 @@ class _Posts:
                     store.delete_key(key)
 
         @functools.cache
-        @_explained()
+        @lost_ranks_named()
         def wait() -> bytes:
             return bytes(store.get(result))
 
         self._wait = wait
         return wait
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Turn an error of the store into one that explains it.
-
-    Raises:
-        WorkerError: A key was not set within the job's timeout, or the store has ended.
-    """
-    try:
-        yield
-    except dist.DistError as error:
-        raise WorkerError(
-            f"Rank {dist.get_rank()} stopped because another rank ended or did not answer in time "
-            f"({str(error).splitlines()[0]})."
-        ) from error
 
 
 def _largest(posted: bytes) -> bytes:

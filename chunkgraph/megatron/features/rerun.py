@@ -190,6 +190,7 @@ class OverflowGuard:
         self._counters = graphs.counters
         self._rank = graphs.site.place.rank
         self._state = StepState(graphs.site.chunks, graphs.features.tensors)
+        graphs.site.meet()
         self._agree: Agree = new_agreement(undo) or agree_alone
 
     def run(self, step: RunStep, kwargs: dict[str, Any]) -> Any:

@@ -123,7 +123,6 @@ class _Shards:
         for parameter in self.parameters:
             for name in _GUARDS & vars(parameter).keys():
                 undo.callback(setattr, parameter, name, vars(parameter).pop(name))
-        self.gather()
 
     def gather(self) -> None:
         """Gather all buckets; those that a step has not changed are in place."""
@@ -187,6 +186,9 @@ class Sharding(Feature):
         """Gather parameters into lasting memory, before captured parts refer to them."""
         for shards in _shards_of(site):
             shards.keep_in_place(undo)
+        site.meet()
+        for shards in _shards_of(site):
+            shards.gather()
 
     @classmethod
     def of(cls, site: Site, undo: ExitStack) -> Self | None:

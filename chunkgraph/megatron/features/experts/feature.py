@@ -83,6 +83,7 @@ class Experts(LimitedFeature):
         self._has_warned = token_drops != "warn"
         # All ranks create the group in the same order; it exchanges their counts of drops.
         needs_others = token_drops == "raise" or self._room.is_measured
+        site.meet()
         self._agree: Agree = (new_agreement(undo) if needs_others else None) or agree_alone
         if facts.pads_rows:
             # First: tokens that no router chose cannot be dropped.

@@ -90,6 +90,7 @@ class Packing(Feature):
         packing = cls(site)
         if packing.plans.has_lengths:
             # Not the engine's: it communicates ahead of steps, and not on all ranks at once.
+            site.meet()
             packing.plans.agree_on_rows = new_agreement(undo)
         return packing
 

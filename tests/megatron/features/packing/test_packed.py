@@ -21,10 +21,7 @@ from packed_flights import (
     run_step,
 )
 
-from chunkgraph.errors import (
-    ConfigError,
-    ReplayMismatchError,
-)
+from chunkgraph.errors import ConfigError, ReplayMismatchError
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
 from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 def _guard(features: Any, done: list[Any], *, has_graphs: bool = True) -> OverflowGuard:
     """Make the guard of one rank, which records releases and restored states."""
     graphs: Any = SimpleNamespace(
-        site=SimpleNamespace(chunks=(), place=SimpleNamespace(rank=0)),
+        site=SimpleNamespace(chunks=(), place=SimpleNamespace(rank=0), meet=lambda: None),
         features=Features(features),
         engine=SimpleNamespace(report="graphs" if has_graphs else None),
         counters=Counters(),
