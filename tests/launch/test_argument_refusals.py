@@ -55,6 +55,14 @@ def refusal(arguments: str, *, on_cpu: bool = True) -> str:
             "--hybrid-layer-pattern MD --fp8-format hybrid",
             "--fp8-format hybrid with --hybrid-layer-pattern MD: ",
         ),
+        (
+            f"{NO_DROPOUT}{GROUPED}--fp8-format hybrid",
+            "this recipe; use --fp8-recipe tensorwise or --fp8-recipe blockwise, or use --moe-",
+        ),
+        (
+            f"{NO_DROPOUT}--num-experts 8 --bf16 --fp8-format hybrid --fp8-recipe blockwise",
+            "only grouped experts are quantized with counts from the device; use --moe-grouped-g",
+        ),
     ],
 )
 def test_what_the_arguments_can_tell_is_refused_before_the_model_is_built(
@@ -79,23 +87,6 @@ def test_what_a_gpu_cannot_capture_is_refused_before_the_model_is_built(
     assert message in refusal(arguments, on_cpu=False)
     args = megatron_parser().parse_args(f"{CHUNK}{arguments}".split())
     assert settle_arguments(args, on_cpu=True) is not None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            f"{NO_DROPOUT}{GROUPED}--fp8-format hybrid",
-            "this recipe; use --fp8-recipe tensorwise or --fp8-recipe blockwise, or use --moe-",
-        ),
-        (
-            f"{NO_DROPOUT}--num-experts 8 --bf16 --fp8-format hybrid --fp8-recipe blockwise",
-            "only grouped experts are quantized with counts from the device; use --moe-grouped-g",
-        ),
-    ],
-)
-def test_experts_of_other_recipes_are_refused(arguments: str, message: str) -> None:
-    assert message in refusal(arguments, on_cpu=False)
 
 
 def test_all_problems_stand_in_one_message() -> None:

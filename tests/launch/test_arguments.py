@@ -40,6 +40,10 @@ def test_layer_leaves_all_arguments_alone() -> None:
     assert vars(args) == before
 
 
+PACKED = {"sft": True, "seq_length": 16, "micro_batch_size": 1, "cuda_graph_max_packed_seqs": 4}
+CHANGING = {**PACKED, "cuda_graph_cp_sizes": [2, 1], "calculate_per_token_loss": True}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -60,9 +64,52 @@ def test_layer_leaves_all_arguments_alone() -> None:
         ({"cuda_graph_max_packed_seqs": 9}, "--cuda-graph-max-packed-seqs 9: without --sft"),
         ({"yaml_cfg": "x.yaml"}, "--yaml-cfg: "),
         ({"kitchen_recipe_number": 0}, "--kitchen-recipe-number: whether a layer renews its"),
+        (
+            {
+                **PACKED,
+                "context_parallel_size": 2,
+                "sft": False,
+                "dataloader_inter_document_masking": True,
+            },
+            "seqs 4 with --context-parallel-size 2 and --dataloader-inter-document-masking: ",
+        ),
+        (
+            {**PACKED, "num_experts": 4, "cuda_graph_max_packed_tokens": 8},
+            "seqs 4 with --num-experts 4: routers count every row",
+        ),
+        ({**PACKED, "cuda_graph_max_packed_tokens": 17}, "tokens 17: a microbatch has 16 rows"),
+        (
+            {**PACKED, "cuda_graph_packed_buckets": [0.5], "context_parallel_size": 2},
+            "seqs 4 with --context-parallel-size 2: ",
+        ),
+        (
+            {**CHANGING, "sft": False, "dataloader_inter_document_masking": True},
+            "1 2 without --sft: ",
+        ),
+        (
+            {**CHANGING, "calculate_per_token_loss": False},
+            "1 2 without --calculate-per-token-loss: ",
+        ),
+        ({**CHANGING, "mtp_num_layers": 1}, " with --mtp-num-layers 1: multi-token prediction"),
+        (
+            {**CHANGING, "cuda_graph_max_packed_tokens": 6},
+            "tokens 6: 2 ranks hold 12 rows, and documents",
+        ),
+        (
+            {**CHANGING, "cuda_graph_max_packed_tokens": 8, "tensor_model_parallel_size": 2},
+            "tokens 8 and --tensor-model-parallel-size 2: the script's other",
+        ),
+        (
+            {**CHANGING, "hybrid_layer_pattern": "M*"},
+            "1 2 with --hybrid-layer-pattern M*: a Mamba mixer",
+        ),
     ],
 )
-def test_what_cannot_go_together_is_named(changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_go_together_is_named(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "cuda_graph_cp_sizes" in changes:
+        monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match="chunk does not support") as error:
         settle_arguments(arguments(**changes, perform_rl_step=True), on_cpu=True)
     assert message in str(error.value)
@@ -95,9 +142,6 @@ def test_flags_of_packed_sequences(arguments: list[str], packing: tuple[Any, ...
     assert (*limits, flags.packing.seq_buckets) == packing
 
 
-PACKED = {"sft": True, "seq_length": 16, "micro_batch_size": 1, "cuda_graph_max_packed_seqs": 4}
-
-
 def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | None:
     options = packing_options(flags.packing, args)
     return None if options is None else options.shape
@@ -120,36 +164,6 @@ def test_the_shape_of_packed_sequences() -> None:
     assert packed_shape(flags, args) == PackedShape(4, 12)
     args = arguments(**{**PACKED, "sft": False}, dataloader_inter_document_masking=True)
     assert settle_arguments(args, on_cpu=True) is not None
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {
-                "context_parallel_size": 2,
-                "sft": False,
-                "dataloader_inter_document_masking": True,
-            },
-            "seqs 4 with --context-parallel-size 2 and --dataloader-inter-document-masking: ",
-        ),
-        (
-            {"num_experts": 4, "cuda_graph_max_packed_tokens": 8},
-            "seqs 4 with --num-experts 4: routers count every row",
-        ),
-        ({"cuda_graph_max_packed_tokens": 17}, "tokens 17: a microbatch has 16 rows"),
-        (
-            {"cuda_graph_packed_buckets": [0.5], "context_parallel_size": 2},
-            "seqs 4 with --context-parallel-size 2: ",
-        ),
-    ],
-)
-def test_what_packed_sequences_cannot_go_with_is_named(
-    changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match="chunk does not support") as error:
-        settle_arguments(arguments(**{**PACKED, **changes}), on_cpu=True)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -186,9 +200,6 @@ def test_impossible_shapes_are_errors_before_the_model_is_built(
 def test_impossible_flags_of_packed_sequences(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _parsed(*arguments)
-
-
-CHANGING = {**PACKED, "cuda_graph_cp_sizes": [2, 1], "calculate_per_token_loss": True}
 
 
 def limits_of(flags: GraphFlags, args: argparse.Namespace) -> ContextLimits:
@@ -229,32 +240,6 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not limits.counts_padding
     args.group_query_attention, args.num_query_groups, args.num_attention_heads = True, 2, 4
     assert limits_of(flags, args).counts_padding
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sft": False, "dataloader_inter_document_masking": True}, "1 2 without --sft: "),
-        ({"calculate_per_token_loss": False}, "1 2 without --calculate-per-token-loss: "),
-        ({"mtp_num_layers": 1}, " with --mtp-num-layers 1: multi-token prediction"),
-        ({"cuda_graph_max_packed_tokens": 6}, "tokens 6: 2 ranks hold 12 rows, and documents"),
-        (
-            {"cuda_graph_max_packed_tokens": 8, "tensor_model_parallel_size": 2},
-            "tokens 8 and --tensor-model-parallel-size 2: the script's other",
-        ),
-        (
-            {"hybrid_layer_pattern": "M*"},
-            "1 2 with --hybrid-layer-pattern M*: a Mamba mixer",
-        ),
-    ],
-)
-def test_what_changing_context_sizes_cannot_go_with_is_named(
-    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ConfigError, match="chunk does not support") as error:
-        settle_arguments(arguments(**{**CHANGING, **changes}), on_cpu=True)
-    assert message in str(error.value)
 
 
 def test_few_functions_read_the_number_of_packed_sequences() -> None:

@@ -1,11 +1,13 @@
-"""Schedulers that force context-parallel sizes, to exercise banks of graphs."""
+"""Schedulers that force context-parallel sizes, to exercise banks of graphs, and their check."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from chunkgraph.errors import PackingError
 from chunkgraph.packing import ContextLimits, ContextMicrobatch, ContextSchedule
@@ -81,3 +83,27 @@ def _first_documents(
             documents.append((place, length))
             rows += shape.padded_length(length)
     return documents
+
+
+def check_sizes(name: str, result: dict[str, Any], case: dict[str, Any]) -> None:
+    """Check that steps are eager only before the capture and for sizes without graphs."""
+    packing, steps = case["config"]["packing"], result["steps"]
+    rows, sizes = packing["max_packed_tokens"], packing["context_parallel_sizes"]
+    captured = set(packing["captured_context_parallel_sizes"] or sizes)
+    is_warm = False
+    for step in steps:
+        has_graphs = {size for rank in step["context_sizes"] for size in rank} <= captured
+        expected = {} if has_graphs else {"no graphs of a bank": 1}
+        if has_graphs and not is_warm:
+            expected, is_warm = {"capture warmup": 1}, True
+        assert step["fallbacks"] == expected, f"{name}: {step}"
+    names = {size: f"CP {size} with {rows} tokens a rank" for size in captured}
+    assert set().union(*result["replays_of_bank"]) == set(names.values()), name
+    for rank, replayed in enumerate(result["replays_of_bank"]):
+        replays: Counter[str] = Counter()
+        for step in steps:
+            if not step["fallbacks"]:
+                replays.update(names[size] for size in step["context_sizes"][rank])
+        num_chunks = len(result["slots_per_chunk"][0])
+        expected_replays = {bank: num_chunks * count for bank, count in replays.items()}
+        assert replayed == expected_replays, f"{name}, rank {rank}"

@@ -83,16 +83,27 @@ def test_experts_are_off_until_their_number_is_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "sections", "message"),
     [
-        ({"moe_expert_capacity_factor": 0.5}, "below 1, tokens are dropped"),
-        ({"moe_expert_capacity_factor": 4.5}, r"is 4.5: above .* \(4\) .* has room for all"),
-        ({"moe_pad_expert_input_to_capacity": False}, "experts would drop tokens and still"),
+        ({"moe_expert_capacity_factor": 0.5}, {}, "below 1, tokens are dropped"),
+        ({"moe_expert_capacity_factor": 4.5}, {}, r"is 4.5: above .* \(4\) .* has room for all"),
+        ({"moe_pad_expert_input_to_capacity": False}, {}, "experts would drop tokens and still"),
+        ({"num_moe_experts": None}, {"stash": {"enabled": True}}, "only experts stash"),
+        (
+            {},
+            {
+                "model": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+                "stash": {"enabled": True},
+            },
+            "recomputed instead of saved",
+        ),
     ],
 )
-def test_settings_that_cannot_be_are_named(changes: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_be_are_named(
+    changes: dict[str, Any], sections: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        _config({**_EXPERTS, **changes})
+        _config({**_EXPERTS, **changes}, **sections)
 
 
 def test_experts_that_cannot_be_shared_out() -> None:
@@ -129,24 +140,6 @@ def test_what_cannot_go_with_hybridep_is_named(
     assert _through_hybridep({}, **packed).packing.max_packed_seqs == 4
     with pytest.raises(ConfigError, match=message):
         _through_hybridep(moe, **sections)
-
-
-@pytest.mark.parametrize(
-    ("moe", "model", "message"),
-    [
-        ({"num_moe_experts": None}, {}, "only experts stash"),
-        (
-            {},
-            {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
-            "recomputed instead of saved",
-        ),
-    ],
-)
-def test_what_cannot_be_stashed_is_named(
-    moe: dict[str, Any], model: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        _config({**_EXPERTS, **moe}, model, stash={"enabled": True})
 
 
 def test_the_stash_is_a_flag_of_a_pretrain_script() -> None:

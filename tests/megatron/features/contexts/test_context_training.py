@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from context_sizes import check_sizes
 from expert_cases import EXPERTS
 from packed_cases import HAS_LATENT, SMALL_LATENT
 
@@ -63,33 +63,10 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
     return make
 
 
-def check(result: dict[str, Any], name: str, captured: set[int]) -> None:
-    """Check that steps are eager only before the capture and for sizes without graphs."""
-    steps = result["steps"]
-    assert len({s["loss"] for s in steps}) == len(steps), name
-    assert [s["fallbacks"] for s in steps] == _fallbacks(steps, captured), name
-    num_chunks = len(result["slots_per_chunk"][0])
-    of_all_ranks = set().union(*result["replays_of_bank"])
-    assert of_all_ranks == {f"CP {c} with {_ROWS} tokens a rank" for c in captured}, name
-    for rank, replayed in enumerate(result["replays_of_bank"]):
-        expected = Counter(
-            f"CP {size} with {_ROWS} tokens a rank"
-            for step in steps
-            if not step["fallbacks"]
-            for size in step["context_sizes"][rank]
-            for _ in range(num_chunks)
-        )
-        assert replayed == expected, f"{name}, rank {rank}"
-
-
-def _fallbacks(steps: list[dict[str, Any]], captured: set[int]) -> list[dict[str, int]]:
-    fallbacks: list[dict[str, int]] = []
-    for step in steps:
-        if not {size for rank in step["context_sizes"] for size in rank} <= captured:
-            fallbacks.append({"no graphs of a bank": 1})
-        else:
-            fallbacks.append({} if {"capture warmup": 1} in fallbacks else {"capture warmup": 1})
-    return fallbacks
+def check(name: str, result: dict[str, Any], case: dict[str, Any]) -> None:
+    """Check losses, and which steps replay; see `check_sizes`."""
+    assert len({s["loss"] for s in result["steps"]}) == len(result["steps"]), name
+    check_sizes(name, result, case)
 
 
 @pytest.mark.slow
@@ -123,12 +100,7 @@ def test_four_ranks(
     fewer = without_sequences(results["pp2_vpp2"])
     assert {bank.partition(", ")[2] for bank in fewer} >= {"2 sequences", "3 sequences"}
     for name, result in results.items():
-        packing = cases[name]["config"]["packing"]
-        check(
-            result,
-            name,
-            set(packing["captured_context_parallel_sizes"] or packing["context_parallel_sizes"]),
-        )
+        check(name, result, cases[name])
     # Some ranks replay one size while others replay another.
     last = results["smallest"]["steps"][-1]["context_sizes"]
     assert last[0] != last[3]
@@ -166,9 +138,8 @@ def test_latent_attention_and_experts(run_equal: Callable[..., Any], make_case: 
     }
     results = run_equal(cases, 4)
     for name, result in results.items():
-        sizes = cases[name]["config"]["packing"]["context_parallel_sizes"]
         if name != "smallest":
-            check(result, name, set(sizes))
+            check(name, result, cases[name])
         for step in result["steps"]:
             assert step["different"] == [], name
             assert bool(step["expert_metrics"]) == (name in ("losses", "ep2_pp2")), name
@@ -176,8 +147,8 @@ def test_latent_attention_and_experts(run_equal: Callable[..., Any], make_case: 
 
 
 def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
-    results = run_equal({"random": make_case([2, 3], [1, 2], data_parallel_size=2)}, 2)
-    check(results["random"], "random", {1, 2})
+    case = make_case([2, 3], [1, 2], data_parallel_size=2)
+    check("random", run_equal({"random": case}, 2)["random"], case)
 
 
 @pytest.mark.slow
@@ -227,7 +198,7 @@ def test_experts_and_tensor_parallelism(run_equal: Callable[..., Any], make_case
         "own": own,
     }
     results = run_equal(cases, 4)
-    check(results["random"], "random", {1, 2})
+    check("random", results["random"], cases["random"])
     assert all(len(step["expert_metrics"]) == 2 for step in results["random"]["steps"])
     # Megatron averages metrics over data-parallel ranks; here they are sums.
     copies = {"two": 2, "own": 2, "static": 1}

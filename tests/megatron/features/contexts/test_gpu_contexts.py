@@ -6,12 +6,11 @@ sequences x heads x length x length in a backward, and refuses 2**30 of them, so
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from context_sizes import check_sizes
 from packed_cases import GPU_MODEL
 from training_needs import NEEDS_ENGINE
 
@@ -64,41 +63,17 @@ def make_case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     return make
 
 
-def check(results: dict[str, dict[str, Any]], cases: dict[str, dict[str, Any]]) -> None:
-    """Check equality with eager, replays of captured sizes, and eager steps of the others."""
-    for name, result in results.items():
-        packing = cases[name]["config"]["packing"]
-        captured = set(
-            packing["captured_context_parallel_sizes"] or packing["context_parallel_sizes"]
-        )
-        steps = result["steps"]
-        wrong = [s for s in steps if s["different"] != []]
-        assert not wrong, f"{name}: {len(wrong)} of {len(steps)}, first {wrong[0]}"
-        # NaN is equal to NaN, to the last bit.
-        assert all(math.isfinite(s["loss"] + s["grad_norm"]) for s in steps), name
-        assert result["different_parameters"] == {}, name
-        assert (result["capture_sessions"], result["captures_after_first_session"]) == (1, 0), name
-        num_chunks = len(result["slots_per_chunk"][0])
-        is_first = True
-        for step in steps:
-            sizes = {size for rank in step["context_sizes"] for size in rank}
-            expected = {} if sizes <= captured else {"no graphs of a bank": 1}
-            if not expected and is_first:
-                expected, is_first = {"capture warmup": 1}, False
-            assert step["fallbacks"] == expected, f"{name}: {step}"
-        for rank, replayed in enumerate(result["replays_of_bank"]):
-            sizes_of_rank = Counter(
-                size
-                for step in steps
-                if not step["fallbacks"]
-                for size in step["context_sizes"][rank]
-            )
-            assert replayed == {
-                f"CP {size} with {_ROWS} tokens a rank": number * num_chunks
-                for size, number in sizes_of_rank.items()
-            }, f"{name}, rank {rank}"
-        banks = {bank for replayed in result["replays_of_bank"] for bank in replayed}
-        assert len(banks) == len(captured), f"{name}: {banks}"
+@pytest.fixture
+def run_sizes(run_equal: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
+    """Return a runner of cases that checks equality with eager, and which sizes replay."""
+
+    def run(cases: dict[str, dict[str, Any]], num_ranks: int, timeout_s: float = 280.0) -> Any:
+        results = run_equal(cases, num_ranks, timeout_s=timeout_s)
+        for name, result in results.items():
+            check_sizes(name, result, cases[name])
+        return results
+
+    return run
 
 
 # Keys as wide as values, so that attention needs no padding of heads.
@@ -122,7 +97,7 @@ _EXPERTS = {
 
 @pytest.mark.multigpu
 def test_a_hundred_steps(
-    run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
+    run_sizes: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
 ) -> None:
     """All values are finite, and there is one capture."""
     small = {"model": {"num_layers": 2}, "data_parallel_size": 2, "num_steps": 100}
@@ -130,12 +105,12 @@ def test_a_hundred_steps(
         "dense": make_case([1, 2], capture={"scope": "chunk"}, **small),
         "latent_experts": make_case([1, 2], moe=_EXPERTS, options=_LATENT, **small),
     }
-    check(run_cases(cases, 2, timeout_s=280.0), cases)
+    run_sizes(cases, 2)
 
 
 @pytest.mark.multigpu
 def test_latent_attention_and_experts(
-    run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
+    run_sizes: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
 ) -> None:
     """Experts on several ranks, both position embeddings, and a size without graphs."""
     small = {"model": {"num_layers": 2}, "data_parallel_size": 2, "num_steps": 9}
@@ -151,12 +126,12 @@ def test_latent_attention_and_experts(
         "limited": make_case([1, 2], captured=(2,), options=_LATENT, **small),
         "unfused": make_case([1, 2], options=unfused, capture={"scope": "chunk"}, **small),
     }
-    check(run_cases(cases, 2, timeout_s=280.0), cases)
+    run_sizes(cases, 2)
 
 
 @pytest.mark.multigpu
 def test_two_gpus(
-    run_cases: Callable[..., Any],
+    run_equal: Callable[..., Any],
     make_case: Callable[..., dict[str, Any]],
     without_sequences: Callable[[dict[str, Any]], set[str]],
 ) -> None:
@@ -164,10 +139,11 @@ def test_two_gpus(
         "cp2": make_case([1, 2], data_parallel_size=2, capture={"scope": "chunk"}, num_steps=12),
         "fewer": make_case([1, 2], seq_buckets=(2, 3), data_parallel_size=2, num_steps=12),
     }
-    results = run_cases(cases, 2, timeout_s=140.0)
+    results = run_equal(cases, 2, timeout_s=140.0)
     fewer = without_sequences(results["fewer"])
     assert len({bank.partition(", ")[2] for bank in fewer}) > 1
-    check(results, cases)
+    for name, result in results.items():
+        check_sizes(name, result, cases[name])
 
 
 _PP2 = {"pipeline_model_parallel_size": 2, "data_parallel_size": 2}
@@ -199,8 +175,8 @@ _ON_FOUR: dict[str, tuple[list[int], dict[str, Any]]] = {
 @pytest.mark.multigpu(4)
 @pytest.mark.parametrize("name", _ON_FOUR)
 def test_four_gpus(
-    run_cases: Callable[..., Any], make_case: Callable[..., dict[str, Any]], name: str
+    run_sizes: Callable[..., Any], make_case: Callable[..., dict[str, Any]], name: str
 ) -> None:
     sizes, settings = _ON_FOUR[name]
     cases = {name: make_case(sizes, **settings)}
-    check(run_cases(cases, 4, timeout_s=280.0), cases)
+    run_sizes(cases, 4)
