@@ -178,7 +178,8 @@ def _verified(config: Config, results: RunResults) -> list[str]:
     if not results.capture_sessions:
         return [f"capture.verify={config.capture.verify} verified nothing"]
     replays = [step.replays for step in results.steps if step.replays]
-    what = f"{counted(len(replays), 'replayed step')}, {counted(sum(replays), 'forward')} on rank 0"
+    steps = counted(len(replays), "replayed step")
+    what = f"{steps}, {sum(replays)} forwards and their backwards on rank 0"
     return [f"capture.verify={config.capture.verify}: {what}; {_VERIFIED[config.capture.verify]}"]
 
 

@@ -52,7 +52,7 @@ class ReceiveMemory:
         return tensor.requires_grad_(buffer.requires_grad)
 
     def leave_used(self) -> None:
-        """Leave the buffers that something refers to at the end of a step."""
+        """Stop reusing buffers that are still referenced at the end of a step."""
         for storages in self._storages.values():
             pairs = zip(storages, _references(storages), strict=True)
             storages[:] = [storage for storage, references in pairs if references == _ALONE]

@@ -1,4 +1,4 @@
-"""The words of a configuration file, a program and a command line for settings."""
+"""How settings are written in YAML, in Python and on a command line."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class ShadowVerifier(Verifier):
 def _output_grads(slot: Slot, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Return copies of the output gradients that the backward receives, in the slot's layouts.
 
-    Where one is missing, which the replay refuses next, the copy has the last one's values.
+    The copy of a missing gradient, which the replay refuses next, keeps stale values.
     """
     copies: list[torch.Tensor] = []
     own = slot.output_grads
