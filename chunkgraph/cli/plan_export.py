@@ -31,7 +31,7 @@ __all__ = ["MAX_DRAWN", "MAX_EXPORTED", "Grid", "as_html", "as_trace", "too_larg
 
 MAX_DRAWN = 10_000
 """Maximum number of actions in a picture."""
-MAX_EXPORTED = 200_000
+MAX_EXPORTED = 100_000
 """Maximum number of actions in a page or trace, which zoom."""
 _MAX_PANELS = 16
 """Maximum number of printed panels (stretches of time)."""
