@@ -8,6 +8,7 @@ else a forward reads from Python must not change; see docs/contract.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -28,6 +29,7 @@ _END = object()
 _MEMORY = "the memory of "
 _OBJECTS = (nn.Module, torch.Tensor)
 _PLAIN = (bool, float, str, tuple, type(None))
+_OF_PEFT = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 
 
 class ModelGuard:
@@ -75,7 +77,9 @@ class ModelGuard:
         self._owners, self._keys = [own for own, _ in settings], [key for _, key in settings]
         tensors = self._tensors_now()
         self._fits, self._layouts = new_guard(tensors), _layouts(tensors)
-        self._facts, self._others = self._facts_now(), self._others_now(tensors)
+        # Adapters change their lists in place.
+        self._others = tuple([*map(copy, values)] for values in self._others_now(tensors))
+        self._facts = self._facts_now()
 
     def check(self) -> None:
         """Compare everything, when a step begins.
@@ -141,7 +145,7 @@ class ModelGuard:
                 facts |= {f"{name}.stride()": t.stride(), f"{name}.shape": t.shape}
                 facts[f"{name}.requires_grad"] = t.requires_grad
         for path, layer in self._layers.items():
-            facts |= {f"{path}.{key}": vars(layer).get(key) for key in _settings(layer)}
+            facts |= {f"{path}.{key}": copy(vars(layer).get(key)) for key in _settings(layer)}
         return facts
 
     def _change(self) -> str:
@@ -166,8 +170,9 @@ def _layouts(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
 
 
 def _settings(layer: nn.Module) -> list[str]:
-    """Return the mode of a layer, and the settings that one of torch.nn declares, such as ``p``."""
+    """Return the mode of a layer, and settings of torch.nn's, such as ``p``, and of peft's."""
     is_torchs = type(layer).__module__.startswith("torch.nn.")
     declared = (*getattr(type(layer), "__constants__", ()), "dropout") if is_torchs else ()
     own = vars(layer)
-    return [k for k in ("training", *declared) if isinstance(own.get(k, ...), _PLAIN)]
+    of_peft = _OF_PEFT if "_disable_adapters" in own else ()
+    return [*of_peft, *(k for k in ("training", *declared) if isinstance(own.get(k, ...), _PLAIN))]
