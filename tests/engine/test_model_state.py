@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from toys import all_equal, capture, train
 
 from chunkgraph.engine import Chunk, ChunkGraphs
-from chunkgraph.errors import CaptureError
+from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.graphs import GraphBackend
 
 WIDTH = 8
@@ -160,3 +160,33 @@ def test_parameters_in_containers_train(backend: GraphBackend, way: Any) -> None
     modules: list[Kept] = []
     train_both(backend, make)
     assert all(m.weight_of(m.kept) is m.weight for m in modules)
+
+
+def test_swapped_parameters_are_noticed_and_trained_after_a_release(backend: GraphBackend) -> None:
+    results = []
+    for of_graphs in (None, backend):
+        torch.manual_seed(0)
+        module = nn.Linear(WIDTH, WIDTH).to(backend.device)
+        loop = Loop([module], of_graphs)
+        torch.manual_seed(1)
+        results.append([t for _ in range(2) for t in loop.train(backend.device)])
+        if loop.graphs is not None:
+            other = nn.Linear(WIDTH, WIDTH).to(backend.device)
+            torch.utils.swap_tensors(module.weight, other.weight)
+            with (
+                pytest.raises(ReplayMismatchError, match="weight was moved to other memory"),
+                loop.step(),
+            ):
+                pass
+            torch.utils.swap_tensors(module.weight, other.weight)
+            loop.graphs.release()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            module.double().float()
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        torch.manual_seed(2)
+        results[-1] += [t for _ in range(3) for t in loop.train(backend.device)]
+    assert all_equal(*results)
+    assert loop.graphs is not None
+    assert loop.graphs.counters.capture_sessions == 2
