@@ -42,7 +42,17 @@ __all__ = [
     "TopologyError",
     "VerifyError",
     "WorkerError",
+    "describe_loss",
 ]
+
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Application timeout",
+    "wait timeout",
+)
 
 
 class ChunkGraphError(Exception):
@@ -125,3 +135,14 @@ class WorkerError(ChunkGraphError, RuntimeError):
 
 class OutputError(ChunkGraphError, OSError):
     """Results could not be written to the requested file."""
+
+
+def describe_loss(error: BaseException, text: str, rank: int) -> str:
+    """Describe an error of torch that ended a wait for another rank; return "" for others."""
+    is_own = isinstance(error, (ChunkGraphError, BrokenPipeError))
+    if is_own or not any(sign in text for sign in _LOST_PEER):
+        return ""
+    return (
+        f"Rank {rank} stopped because another rank ended or did not answer in time "
+        f"({text.splitlines()[0]})."
+    )

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from chunkgraph.errors import ConfigError, WorkerError
-from chunkgraph.jobs.processes import describe_loss
+from chunkgraph.errors import ConfigError, WorkerError, describe_loss
 
 __all__ = [
     "Agree",
@@ -157,8 +155,12 @@ def lost_ranks_named() -> Iterator[None]:
         cause: BaseException = error
         while cause.__cause__ is not None:  # of the error of a capture
             cause = cause.__cause__
-        rank = dist.get_rank() if dist.is_initialized() else None
-        if rank is None or not (loss := describe_loss(cause, str(cause), rank)):
+        # Connections of a program's own, such as to its data, have the same words.
+        if not dist.is_initialized() or not (
+            isinstance(cause, dist.DistError) or "gloo" in str(cause)
+        ):
+            raise
+        if not (loss := describe_loss(cause, str(cause), dist.get_rank())):
             raise
         silent: list[int] = []
         thread = Thread(target=_find_silent_ranks, args=(silent,), daemon=True)
@@ -174,11 +176,11 @@ def lost_ranks_named() -> Iterator[None]:
 def _find_silent_ranks(silent: list[int]) -> None:
     """Tell the other ranks that this one waits no longer; append those that do not tell so."""
     with contextlib.suppress(Exception):  # the store has ended
-        store: Any = distributed_c10d._get_default_store()
+        store: Any = dist.distributed_c10d._get_default_store()
         store = store.clone() if hasattr(store, "clone") else store  # others may be waiting
         names = [f"chunkgraph/alive/{rank}" for rank in range(dist.get_world_size())]
         store.set(names[dist.get_rank()], "")
-        with contextlib.suppress(dist.DistError):
+        with contextlib.suppress(RuntimeError):  # not all have set theirs
             store.wait(names, _SILENCE)
         silent += [rank for rank, name in enumerate(names) if not store.check([name])]
 

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import NoReturn
 
 from chunkgraph._text import escape, shown
-from chunkgraph.errors import ChunkGraphError, ConfigError, WorkerError
+from chunkgraph.errors import ChunkGraphError, ConfigError, WorkerError, describe_loss
 
 __all__ = [
     "EXIT_FAILED",
@@ -29,7 +29,6 @@ __all__ = [
     "EXIT_USAGE",
     "PARENT_PID_VARIABLE",
     "REPORT_FOLDER_VARIABLE",
-    "describe_loss",
     "die_with_parent",
     "exit_code_of",
     "first_failure",
@@ -53,14 +52,6 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 """Ctrl-C ended the run."""
 
-_LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "Application timeout",
-    "wait timeout",
-)
 _FOLLOWS = "another rank"
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SIGNAL_ADVICE: dict[int, str] = {
@@ -261,17 +252,6 @@ def describe_error(error: BaseException, rank: int) -> str:
     elif exit_code_of(error) == EXIT_USAGE or text.lower().startswith("rank"):
         return text  # a setting concerns all ranks
     return f"Rank {rank} failed: {text}"
-
-
-def describe_loss(error: BaseException, text: str, rank: int) -> str:
-    """Describe an error of torch that ended a wait for another rank; return "" for others."""
-    is_own = isinstance(error, (ChunkGraphError, BrokenPipeError))
-    if is_own or not any(sign in text for sign in _LOST_PEER):
-        return ""
-    return (
-        f"Rank {rank} stopped because another rank ended or did not answer in time "
-        f"({text.splitlines()[0]})."
-    )
 
 
 def follows_from_another(folder: Path, rank: int) -> bool:

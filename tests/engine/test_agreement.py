@@ -15,14 +15,14 @@ import torch.distributed as dist
 from thread_ranks import Agreeing, run_ranks
 
 import chunkgraph
-from chunkgraph.engine import CaptureOptions, ChunkGraphs, EagerReason, StepMode
+from chunkgraph.engine import CaptureOptions, ChunkGraphs, EagerReason, StepMode, agreement
 from chunkgraph.engine.agreement import (
     Agreement,
     new_group,
     refuse_differences,
     refused_together,
 )
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, WorkerError
 from chunkgraph.graphs import RecorderBackend
 
 
@@ -224,6 +224,27 @@ def test_groups_have_the_timeout_of_the_job(tmp_path: Path) -> None:
         assert backend.options._timeout == timeout
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_of_gloo", [True, False])
+def test_errors_of_a_programs_own_connections_are_not_those_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_of_gloo: bool
+) -> None:
+    """A step raises what its data loader raises; a lost peer is named with silent ranks."""
+    text = "Connection reset by peer"
+    graphs = ChunkGraphs([torch.nn.Linear(2, 2)], [1])
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(agreement, "_SILENCE", timedelta(seconds=0.2))
+    try:
+        with pytest.raises(RuntimeError) as caught, graphs.step(1):
+            raise RuntimeError(f"[gloo/pair.cc:534] {text}" if is_of_gloo else text)
+    finally:
+        dist.destroy_process_group()
+    assert isinstance(caught.value, WorkerError) is is_of_gloo
+    if is_of_gloo:
+        assert str(caught.value).endswith("No word from rank 1: stopped, hung or ended.")
 
 
 def test_one_function_makes_all_groups() -> None:

@@ -189,41 +189,53 @@ def child_of(parent: int, rank: int) -> int:
     raise AssertionError(f"rank {rank} does not run")
 
 
-@pytest.mark.slow
-def test_ranks_without_a_launcher_name_the_one_that_is_stopped(
-    make_config: MakeConfig, free_port: Callable[[], int], tmp_path: Path
-) -> None:
+@pytest.fixture
+def start_training(make_config: MakeConfig, tmp_path: Path) -> Callable[..., Any]:
+    """Return a starter of a long training with a timeout of 8 s: its launcher, or one rank."""
     config = make_config(
         pipeline={"pipeline_model_parallel_size": 2},
         train={"num_microbatches": [3] * 300, "compare": "none"},
         run={"timeout_s": 8},
     )
     (tmp_path / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "chunkgraph.cli", "train", str(tmp_path / "config.yaml")]
-    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **job, "PYTHONPATH": path, "RANK": str(r), "LOCAL_RANK": str(r)},
+
+    def start(**variables: str) -> subprocess.Popen[str]:
+        path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        return subprocess.Popen(
+            [sys.executable, "-m", "chunkgraph.cli", "train", str(tmp_path / "config.yaml")],
+            env={**os.environ, "PYTHONPATH": path, **variables},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for r in range(2)
-    ]
+
+    return start
+
+
+def last_line_after_stop(job: Any, moment: str, stop: Callable[[], None]) -> str:
+    """Stop a rank after a line of the job, and return the job's last line."""
+    next(line for line in job.stderr if moment in line)
+    stop()
+    start = time.monotonic()
+    last = job.stderr.read().splitlines()[-1]
+    assert time.monotonic() - start < 8 + 30
+    assert last.startswith("error: Rank 0 stopped because another rank ended or did not answer")
+    return str(last)
+
+
+@pytest.mark.slow
+def test_ranks_without_a_launcher_name_the_one_that_is_stopped(
+    start_training: Callable[..., Any], free_port: Callable[[], int]
+) -> None:
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [start_training(**job, RANK=str(r), LOCAL_RANK=str(r)) for r in range(2)]
     try:
-        assert ranks[0].stderr is not None
-        next(line for line in ranks[0].stderr if "step 50/" in line)
-        ranks[1].send_signal(signal.SIGSTOP)
-        start = time.monotonic()
-        last = ranks[0].stderr.read().splitlines()[-1]
-        assert time.monotonic() - start < 8 + 30
+        stop = partial(ranks[1].send_signal, signal.SIGSTOP)
+        last = last_line_after_stop(ranks[0], "step 50/", stop)
     finally:
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    assert last.startswith("error: Rank 0 stopped because another rank ended or did not answer")
     assert last.endswith("No word from rank 1: stopped, hung or ended.")
 
 
@@ -231,31 +243,14 @@ def test_ranks_without_a_launcher_name_the_one_that_is_stopped(
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 @pytest.mark.parametrize("moment", ["processes: ", "step 1/", "chunk graphs: captured", "step 50/"])
 def test_a_stopped_rank_is_named_within_the_timeout(
-    moment: str, make_config: MakeConfig, tmp_path: Path
+    moment: str, start_training: Callable[..., Any]
 ) -> None:
     """While processes meet, after the warmup, the capture and a replay."""
-    config = make_config(
-        pipeline={"pipeline_model_parallel_size": 2},
-        train={"num_microbatches": [3] * 300, "compare": "none"},
-        run={"timeout_s": 8},
-    )
-    (tmp_path / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
-    job = subprocess.Popen(
-        [sys.executable, "-m", "chunkgraph.cli", "train", str(tmp_path / "config.yaml")],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with job:
+    with start_training() as job:
         try:
-            assert job.stderr is not None
-            next(line for line in job.stderr if moment in line)
-            os.kill(child_of(job.pid, 1), signal.SIGSTOP)
-            start = time.monotonic()
-            last = job.stderr.read().splitlines()[-1]
-            assert time.monotonic() - start < 8 + 30
+            last = last_line_after_stop(
+                job, moment, lambda: os.kill(child_of(job.pid, 1), signal.SIGSTOP)
+            )
         finally:
             job.terminate()
-    assert last.startswith("error: Rank 0 stopped because another rank ended or did not answer")
     assert last.endswith("rank 1 by SIGSTOP.")
