@@ -23,11 +23,16 @@ from chunkgraph.engine.slot import Slot
 __all__ = ["HangWatch", "hang_watches"]
 
 
+_NUM_EVENTS = 4096
+_PATIENCE_S = 10.0
+"""Seconds without the end of any replay. Queues of the device may be longer than the timeout."""
+
+
 class HangWatch(NamedReplays):
     """Look whether replays end, and end the process with the name of the first that does not.
 
-    The host records an event behind each replay. A thread reads only events of replays that were
-    launched longer ago than the timeout.
+    The host records an event behind each replay. A thread reads events only if the host has
+    launched no replay for longer than the timeout. Then none may have ended for a while, either.
 
     Args:
         names: The name of each chunk.
@@ -45,31 +50,37 @@ class HangWatch(NamedReplays):
     ) -> None:
         super().__init__(names)
         self._new_event = new_event
-        # By action, chunk and index of the slot.
-        self._events: dict[tuple[ReplayAction, int, int], Any] = {}
-        self._launched: dict[tuple[ReplayAction, int, int], tuple[float, int]] = {}
+        # The last replays, in a ring.
+        self._events: list[Any] = []
+        self._launched: list[tuple[ReplayAction, int, int, int]] = []
+        self._num_launched = 0
+        self.last_launch = 0.0
         arguments = weakref.ref(self), timeout_s, end or _end
         threading.Thread(target=_watch, args=arguments, name="hang watch", daemon=True).start()
 
     def after(self, action: ReplayAction, slot: Slot) -> None:
         """Record the event of a replay."""
-        key = action, slot.chunk, slot.index
-        event = self._events.get(key)
-        if event is None:
-            event = self._events[key] = self._new_event()
-        event.record()
-        self._launched[key] = time.monotonic(), self.microbatch(slot)
+        place = self._num_launched % _NUM_EVENTS
+        if place == len(self._events):
+            self._events.append(self._new_event())
+            self._launched.append((action, 0, 0, 0))
+        self._events[place].record()
+        self._launched[place] = action, slot.chunk, slot.index, self.microbatch(slot)
+        self._num_launched += 1
+        self.last_launch = time.monotonic()
 
-    def overdue(self, before: float) -> str:
-        """Return the name of the first replay launched before a time that has not ended, or ""."""
-        for key, (launched, microbatch) in sorted(self._launched.items(), key=lambda i: i[1][0]):
-            if launched >= before:
-                break
-            if not self._events[key].query():
-                action, c, index = key
-                return f"{self.name(action, c, microbatch)} (slot {index})"
-            self._launched.pop(key, None)
-        return ""
+    def first_pending(self) -> tuple[int, str] | None:
+        """Return number and name of the first replay that has not ended.
+
+        None if all have, or if earlier ones have left the ring and may not have ended either.
+        """
+        oldest = max(0, self._num_launched - _NUM_EVENTS)
+        for number in range(oldest, self._num_launched):
+            if not self._events[number % _NUM_EVENTS].query():
+                action, c, index, microbatch = self._launched[number % _NUM_EVENTS]
+                name = f"{self.name(action, c, microbatch)} (slot {index})"
+                return (number, name) if number > oldest or not oldest else None
+        return None
 
 
 def hang_watches(device: torch.device, names: Sequence[str]) -> list[HangWatch]:
@@ -81,20 +92,26 @@ def hang_watches(device: torch.device, names: Sequence[str]) -> list[HangWatch]:
 
 
 def _watch(reference: weakref.ref[HangWatch], timeout_s: float, end: Callable[[str], None]) -> None:
+    number, since = -1, 0.0
     while True:
-        time.sleep(min(timeout_s / 10, 5.0))
-        watch = reference()
+        time.sleep(min(timeout_s / 10, 2.0))
+        watch, now = reference(), time.monotonic()
         if watch is None:
             return
-        with contextlib.suppress(RuntimeError):  # of the device, which the training raises, too
-            if name := watch.overdue(time.monotonic() - timeout_s):
-                end(
-                    f"the replay of {name} did not end within {timeout_s:g} s. A collective in its "
-                    "graph waits for a rank that stopped, failed or replays something else.\n"
-                    "  To do: look for the first message of another rank, and for a rank that is "
-                    "stopped or swaps. If the work needs longer, raise the job's timeout."
-                )
-                return
+        pending = None
+        if now - watch.last_launch > timeout_s:
+            with contextlib.suppress(RuntimeError):  # of the device, which the training raises, too
+                pending = watch.first_pending()
+        if pending is None or pending[0] != number:
+            number, since = pending[0] if pending else -1, now
+        elif now - since > _PATIENCE_S:
+            end(
+                f"the replay of {pending[1]} did not end within {timeout_s:g} s. A collective in "
+                "its graph waits for a rank that stopped, failed or replays something else.\n"
+                "  To do: look for the first message of another rank, and for a rank that is "
+                "stopped or swaps. If the work needs longer, raise the job's timeout."
+            )
+            return
         del watch
 
 

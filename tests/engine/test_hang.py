@@ -6,10 +6,11 @@ import gc
 import threading
 import time
 
+import pytest
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.engine import CaptureOptions, ChunkGraphs, hang
 from chunkgraph.engine.hang import HangWatch
 
 _TIMEOUT_S = 0.2
@@ -37,8 +38,8 @@ def _step(graphs: ChunkGraphs) -> None:
             result.sum().backward()
 
 
-def _num_watches() -> int:
-    return sum(thread.name == "hang watch" for thread in threading.enumerate())
+def _watches() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "hang watch"}
 
 
 def _wait_for(condition: object, seconds: float = 5.0) -> None:
@@ -47,9 +48,15 @@ def _wait_for(condition: object, seconds: float = 5.0) -> None:
         time.sleep(0.02)
 
 
-def test_the_first_replay_that_does_not_end_is_named() -> None:
-    events: list[Event] = []
-    messages: list[str] = []
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """Return the events of all replays, in order, while the watch loses its patience soon."""
+    monkeypatch.setattr(hang, "_PATIENCE_S", 0.5)
+    return []
+
+
+def _watched(events: list[Event], messages: list[str]) -> ChunkGraphs:
+    """Return captured graphs whose watch keeps its events and its message."""
 
     def new_event() -> Event:
         events.append(Event())
@@ -61,25 +68,58 @@ def test_the_first_replay_that_does_not_end_is_named() -> None:
     _step(graphs)
     assert len(events) == 4
     assert not any(event.num_queries for event in events)  # nothing waits for long
-    _wait_for(lambda: all(event.num_queries for event in events))
-    assert [event.num_queries for event in events] == [1] * 4  # once each, long after the replays
-    assert messages == []
+    return graphs
 
-    # The backwards of both microbatches; the later one hangs because the earlier one does.
-    events[2].has_ended = events[3].has_ended = False
+
+def test_the_first_replay_that_does_not_end_is_named(events: list[Event]) -> None:
+    messages: list[str] = []
+    graphs = _watched(events, messages)
+    _wait_for(lambda: all(event.num_queries > 10 for event in events))
+    assert messages == []
     _step(graphs)
+    # The backwards of both microbatches; the later one hangs because the earlier one does.
+    events[6].has_ended = events[7].has_ended = False
     _wait_for(lambda: messages)
     (message,) = messages
     assert "the replay of stage 0 backward microbatch 0 (slot 0) did not end" in message
     graphs.release()
 
 
+def test_a_long_queue_of_the_device_is_no_hang(events: list[Event]) -> None:
+    """Replays end one after the other, long after the host launched the last one."""
+    messages: list[str] = []
+    graphs = _watched(events, messages)
+    for event in events:
+        event.has_ended = False
+    for event in events:
+        time.sleep(0.4)  # twice the timeout, less than the patience
+        event.has_ended = True
+    assert messages == []
+    graphs.release()
+
+
+def test_replays_that_left_the_ring_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang, "_NUM_EVENTS", 2)
+    events = [Event(), Event()]
+    watch = HangWatch(["stage 0"], 60.0, iter(events).__next__, lambda _: None)
+    graphs = ChunkGraphs([nn.Linear(4, 4)], [2], options=CaptureOptions(num_warmup_steps=1))
+    graphs.observe(watch)
+    _step(graphs)  # warmup
+    _step(graphs)
+    events[0].has_ended = events[1].has_ended = False
+    assert watch.first_pending() is None  # an earlier one may be pending, too
+    events[0].has_ended = True
+    assert watch.first_pending() == (3, "stage 0 backward microbatch 1 (slot 1)")
+    graphs.release()
+
+
 def test_the_thread_ends_with_its_graphs() -> None:
-    before = _num_watches()
+    before = _watches()
     graphs = ChunkGraphs([nn.Linear(4, 4)], [1], options=CaptureOptions(num_warmup_steps=1))
     graphs.observe(HangWatch(["stage 0"], _TIMEOUT_S, Event, lambda _: None))
-    assert _num_watches() == before + 1
+    (own,) = _watches() - before
+    assert own.is_alive()
     del graphs
     gc.collect()
-    _wait_for(lambda: _num_watches() == before)
-    assert _num_watches() == before
+    own.join(5.0)
+    assert not own.is_alive()
