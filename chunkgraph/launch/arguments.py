@@ -35,9 +35,8 @@ __all__ = [
 ]
 
 _NO_HOOKS = "its hooks run in Python, which a replay does not"
-_ALL_OF_A_LAYER = "a chunk graph holds all of a layer"
 _WARMUP = "cuda_graph_warmup_steps"
-_LEAVE_OUT = "leave it out"
+_MODULES = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
 _QUANTIZED = "whether a layer renews its quantized weights is Python state, frozen in a replay"
 _LOGITS = "it reads the largest attention logits of each microbatch in Python"
 _TURNED_OFF = {
@@ -52,10 +51,7 @@ _OF_STEPS = {
 }
 _REFUSED = "--cuda-graph-granularity chunk does not support"
 _GRAPH_RULES = (
-    Rule(f"rl_training_cuda_graphs: Megatron would capture the same layers again; {_LEAVE_OUT}"),
-    Rule(f"cuda_graph_modules=: {_ALL_OF_A_LAYER}; {_LEAVE_OUT}"),
-    Rule(f"cuda_graph_scope=: {_ALL_OF_A_LAYER}; {_LEAVE_OUT}"),
-    Rule(f"cuda_graph_scope_deprecated=: {_ALL_OF_A_LAYER}; {_LEAVE_OUT}"),
+    Rule("rl_training_cuda_graphs: Megatron would capture the same layers again; leave it out"),
     Rule("optimizer_cuda_graph: it shares its capture stream with Megatron's other graphs"),
     Rule("inference_cuda_graph_scope=: there is no inference in a chunk graph"),
 )
@@ -247,12 +243,13 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
     _refuse(refusals((*_FLAG_RULES, *of_features), facts))
     if (options := packing_options(flags.packing, args)) is not None:
         PackedBanks.of_model(options, args)
+    turned_off = tuple(_turn_off(args, flags.schedule))
     # With any other value Megatron builds its own graphs and takes other code paths.
     args.cuda_graph_impl = "none"
     if _wants_te_rng(args, on_cpu):
         args.te_rng_tracker = True
     setattr(args, _WARMUP, flags.capture.num_warmup_steps)
-    return flags.model_copy(update={"turned_off": tuple(_turn_off(args, flags.schedule))})
+    return flags.model_copy(update={"turned_off": turned_off})
 
 
 def refuse_changed_arguments(args: argparse.Namespace) -> None:
@@ -275,6 +272,15 @@ def equal_facts(args: argparse.Namespace) -> dict[str, object]:
 
 def _turn_off(args: argparse.Namespace, schedule: str) -> Iterator[str]:
     """Turn off flags that change no result and that a graph cannot hold; yield a line on each."""
+    modules = {name: [] for name in _MODULES if getattr(args, name, None)}
+    if args.cuda_graph_granularity == "chunk" and (
+        modules or getattr(args, "cuda_graph_impl", None) == "transformer_engine"
+    ):
+        vars(args).update(modules)
+        yield (
+            "chunk graphs: they replace Megatron's graphs of --cuda-graph-impl and "
+            "--cuda-graph-modules, since they hold all of a layer."
+        )
     for name, why in _TURNED_OFF.items():
         # A schedule that splits backwards needs the latter; without overlapped transfers it is
         # refused otherwise.
@@ -296,7 +302,7 @@ def _refuse(texts: list[str]) -> None:
 def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Facts:
     """Return the facts that the flags state about a model that is not built yet."""
     implementation = getattr(args, "cuda_graph_impl", None)
-    if implementation == "local" and args.cuda_graph_granularity == "chunk":
+    if args.cuda_graph_granularity == "chunk" and implementation in ("local", "transformer_engine"):
         implementation = None  # `settle_arguments` replaces it with `none`
     inference_scope = getattr(args, "inference_cuda_graph_scope", None)
     inference_scope = getattr(inference_scope, "name", inference_scope)

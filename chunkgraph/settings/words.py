@@ -20,7 +20,6 @@ _MEGATRON_FLAGS = {
     "fp4": "--fp4-format",
     "fp8_param": "--fp8-param-gather",
     "nccl_ub": "--use-nccl-ub",
-    "cuda_graph_scope_deprecated": "--cuda-graph-scope",
 }
 _WITHOUT_VALUES = {
     "hybrid_layer_pattern": "hybrid model",

@@ -33,6 +33,15 @@ def test_megatron_builds_no_graphs(implementation: str) -> None:
     assert settle_arguments(args, on_cpu=True) == flags
 
 
+def test_chunk_graphs_replace_megatrons_graphs_of_parts_of_a_layer() -> None:
+    args = arguments(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"])
+    flags = settle_arguments(args, on_cpu=True)
+    assert flags is not None
+    assert (args.cuda_graph_impl, args.cuda_graph_modules) == ("none", [])
+    assert len(flags.turned_off) == 1
+    assert "--cuda-graph-modules" in flags.turned_off[0]
+
+
 def test_layer_leaves_all_arguments_alone() -> None:
     args = arguments(cuda_graph_granularity="layer", cuda_graph_modules=["attn"], fp8="hybrid")
     before = dict(vars(args))
