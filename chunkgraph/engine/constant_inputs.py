@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["LoadedSource", "mark_constant"]
-
 _MARK = "_chunkgraph_constant"
 
 

@@ -13,16 +13,6 @@ import torch
 from chunkgraph.engine.chunk import Chunk, GradientMarker, ReplayAction
 from chunkgraph.engine.slot import Slot
 
-__all__ = [
-    "ChunkHooks",
-    "Counters",
-    "GradientMarkers",
-    "NamedReplays",
-    "Observer",
-    "ReplayCounters",
-    "ReplayRanges",
-]
-
 
 class Observer:
     """Override the methods that are needed; by default all do nothing."""

@@ -18,8 +18,6 @@ from chunkgraph.engine.tree import distinct_tensors, unflatten
 from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import AddressRanges, CopyNode, Graph, Pool
 
-__all__ = ["InputGrads", "Outputs", "Slot", "SlotMemory", "StaticInputs", "StaticOutputGrads"]
-
 
 @dataclass
 class SlotMemory:

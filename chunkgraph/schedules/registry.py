@@ -11,13 +11,6 @@ from chunkgraph.schedules import interleaved, one_chunk, v_shaped
 from chunkgraph.schedules.action import Action
 from chunkgraph.schedules.shape import InFlight, PipelineShape, Placement
 
-__all__ = [
-    "ScheduleFamily",
-    "get_family",
-    "list_schedules",
-    "megatron_schedule_name",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFamily:

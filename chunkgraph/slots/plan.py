@@ -31,8 +31,6 @@ from chunkgraph.schedules import (
     megatron_schedule_name,
 )
 
-__all__ = ["SlotPlan", "assign_slots", "in_flight", "plan_schedule", "plan_slots"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotPlan:

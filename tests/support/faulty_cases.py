@@ -6,8 +6,6 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["STEPS", "faulty_case", "one_rank_is_killed"]
-
 STEPS = [{"num_microbatches": m} for m in (2, 3, 1)]
 _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 

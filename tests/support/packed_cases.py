@@ -11,20 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "EXPERTS",
-    "GPU_MODEL",
-    "HAS_LATENT",
-    "LATENT",
-    "NORMS",
-    "SMALL_HYBRID",
-    "SMALL_LATENT",
-    "SMALL_MIXERS",
-    "all_but_the_first_replay",
-    "cpu_case",
-    "gpu_case",
-]
-
 HAS_LATENT = not metadata.version("megatron-core").startswith("0.16")
 """Whether multi-latent attention can be built without Transformer Engine."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-__all__ = ["Agreeing", "run_ranks"]
-
 
 class Agreeing:
     """An agreement of ``num_ranks`` threads; one that waits alone for a minute raises an error."""

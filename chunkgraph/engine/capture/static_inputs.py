@@ -13,8 +13,6 @@ from chunkgraph.engine.layout import dense_strides, span
 from chunkgraph.engine.tree import Call, flatten
 from chunkgraph.errors import CaptureError
 
-__all__ = ["SlotStatics", "call_with", "static_like"]
-
 
 def call_with(
     chunk: Chunk,
