@@ -146,11 +146,6 @@ class Counters:
         values = {k: dict(v) if isinstance(v, Counter) else v for k, v in counts.items()}
         return f"Counters({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
-    @property
-    def num_fallbacks(self) -> int:
-        """Return the number of eager steps."""
-        return self.fallbacks.total()
-
 
 class ReplayCounters(Observer):
     """Count replays.

@@ -231,12 +231,13 @@ def test_markers_follow_every_gradient_and_every_replay(backend: GraphBackend) -
 def test_a_step_whose_calls_want_no_gradient_is_counted_as_eager(
     graphs: ChunkGraphs, backend: GraphBackend
 ) -> None:
-    expected = counting(graphs.counters, replays=0, replayed_steps=0, num_fallbacks=1)
+    expected = counting(graphs.counters, replays=0, replayed_steps=0)
     with expected, graphs.step(1), torch.no_grad():
         graphs.callables[0](sample(backend))
     assert dict(graphs.counters.fallbacks) == {"nothing replayed": 1}
-    with counting(graphs.counters, replays=1, replayed_steps=1, num_fallbacks=0), graphs.step(1):
+    with counting(graphs.counters, replays=1, replayed_steps=1), graphs.step(1):
         train_microbatch(graphs.callables[0], sample(backend))
+    assert graphs.counters.fallbacks.total() == 1
 
 
 @pytest.mark.parametrize("is_copied", [True, False])
