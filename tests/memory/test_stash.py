@@ -267,3 +267,17 @@ def test_the_meter_counts_what_slots_in_flight_would_take() -> None:
     # A microbatch takes 16 pages in chunk 1 and 10 in chunk 0; both need 16 for all rows.
     assert [meter.pages(in_flight) for in_flight in (1, 2, 3)] == [16, 26, 36]
     assert [meter.most_pages(in_flight) for in_flight in (1, 2, 3)] == [16, 32, 48]
+
+
+# Rows in use, computed in every layer of every microbatch with few operators.
+
+
+@given(st.integers(0, 9), st.integers(0, 7), st.sampled_from([torch.int32, torch.int64]))
+def test_leading_rows_are_the_first_in_use(count: int, num_rows: int, dtype: torch.dtype) -> None:
+    first = RowsInUse.first(torch.tensor([count], dtype=dtype), num_rows)
+    like = RowsInUse.of(torch.arange(num_rows) < count)
+    expected = [place if place < count else -1 for place in range(num_rows)]
+    for rows in (first, like) if num_rows else (first,):
+        assert rows.places.tolist() == expected
+        assert rows.total.tolist() == [min(count, num_rows)]
+        assert (rows.places.dtype, rows.total.dtype) == (torch.int32, torch.int64)
