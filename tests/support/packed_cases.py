@@ -134,7 +134,7 @@ _CPU_KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         SMALL_LATENT,
     ),
     "shared_latent": (
-        {"layer_spec": "split_specs:split_latent", **NORMS},
+        {"layer_spec": "context_specs:split_latent", **NORMS},
         {},
         SMALL_LATENT,
     ),
