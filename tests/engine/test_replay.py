@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from toys import capture, counting, sample, towers, train, train_microbatch
+from toys import Apply, capture, counting, sample, towers, train, train_microbatch
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, ReplayRanges, StepMode
 from chunkgraph.errors import ReplayMismatchError, SlotError
@@ -337,16 +337,12 @@ def test_nothing_holds_a_slot_that_was_reserved_in_an_aborted_step(graphs: Chunk
 
 
 def test_gradients_of_several_outputs_are_received_into_one_slot(backend: GraphBackend) -> None:
-    class Two(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(8, 8)
+    def two(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = module.layer(x)
+        return y.relu(), y.tanh()
 
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            y = self.layer(x)
-            return y.relu(), y.tanh()
-
-    graphs = ChunkGraphs(Two().to(backend.device), 2, backend=backend)
+    module = Apply(two, layer=torch.nn.Linear(8, 8))
+    graphs = ChunkGraphs(module.to(backend.device), 2, backend=backend)
     x = torch.randn(4, 8, device=backend.device)
     graphs.capture([x])
     slots = graphs._captured.slots[0]
