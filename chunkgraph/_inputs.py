@@ -7,8 +7,6 @@ from pathlib import Path
 from chunkgraph._text import shorten
 from chunkgraph.errors import ConfigError
 
-__all__ = ["read_input"]
-
 
 def read_input(
     path: str | Path, what: str, advice: str, max_bytes: int, *, is_whole: bool = True

@@ -15,14 +15,6 @@ from typing import TextIO
 from chunkgraph._text import shorten
 from chunkgraph.errors import ConfigError, OutputError
 
-__all__ = [
-    "check_output",
-    "is_stdout",
-    "output_file",
-    "stream_next_to",
-    "write_output",
-]
-
 
 def output_file(text: str) -> Path:
     """Return the path of a file to write; the argparse ``type`` of such an option.

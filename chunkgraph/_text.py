@@ -6,16 +6,6 @@ import difflib
 import reprlib
 from collections.abc import Iterable
 
-__all__ = [
-    "REPORT_WIDTH",
-    "counted",
-    "did_you_mean",
-    "escape",
-    "format_bytes",
-    "shorten",
-    "shown",
-]
-
 REPORT_WIDTH = 80
 """Columns of a report on the terminal."""
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -25,26 +25,6 @@ are known) and the remedy. Leaves also subclass the builtin that a caller would 
 
 from __future__ import annotations
 
-__all__ = [
-    "CaptureError",
-    "ChunkGraphError",
-    "ConfigError",
-    "IllegalOperationError",
-    "MemoryPlanError",
-    "MissingDependencyError",
-    "OutputError",
-    "PackingError",
-    "ReplayMismatchError",
-    "ScheduleError",
-    "SlotError",
-    "StashError",
-    "TokenDropError",
-    "TopologyError",
-    "VerifyError",
-    "WorkerError",
-    "describe_loss",
-]
-
 _LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",

@@ -25,8 +25,6 @@ try:
 except KeyboardInterrupt:  # in the first moments, before `main`
     raise SystemExit(130) from None
 
-__all__ = ["build_parser", "commands_of", "main"]
-
 _COMMANDS = ("plan", "train", "launch", "packing", "config", "doctor")
 """Modules of this package, in the order of the help text."""
 

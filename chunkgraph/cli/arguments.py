@@ -10,8 +10,6 @@ from typing import NoReturn
 from chunkgraph._outputs import is_stdout, output_file
 from chunkgraph._text import did_you_mean, escape, shown
 
-__all__ = ["Parser", "add_config", "add_json", "prints_json"]
-
 _CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 _UNKNOWN = re.compile(r"unrecognized arguments: (-[^\s=]+)")
 

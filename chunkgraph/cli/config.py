@@ -23,8 +23,6 @@ from chunkgraph.settings import (
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-__all__ = ["add_parser", "run"]
-
 _HEADER = """\
 # Settings
 

@@ -22,8 +22,6 @@ from chunkgraph.cli.arguments import add_json, prints_json
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-__all__ = ["Finding", "add_parser", "run"]
-
 _VERSION_PARTS = ("MAJOR", "MINOR", "PATCH")
 _CUDNN_NEEDED = 91501
 _NEEDS = {

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from chunkgraph.launch.flags import GraphFlags
 
-__all__ = ["add_parser", "request_of_arguments", "run"]
-
 _SIZES = {
     "tensor": "tensor_model_parallel_size",
     "context": "context_parallel_size",

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-__all__ = ["add_parser", "run"]
-
 _DESCRIPTION = """\
 Find how many sequences (N) and tokens (T) the graphs of a packed microbatch
 should hold: the share of steps that would not fit and run eagerly, and the

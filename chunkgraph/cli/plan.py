@@ -27,8 +27,6 @@ from chunkgraph.schedules import CostModel, draw_svg, list_schedules
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-__all__ = ["add_parser", "run"]
-
 _DESCRIPTION = f"""\
 Plan the slots of every rank and draw the schedule. Slots and graphs hold for
 every legal number of microbatches; bubble ratio and picture are of one step.

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from chunkgraph.cli.plan_tables import RankRow
 
-__all__ = ["MAX_DRAWN", "MAX_EXPORTED", "Grid", "as_html", "as_trace", "too_large"]
-
 MAX_DRAWN = 10_000
 """Maximum number of actions in a picture."""
 MAX_EXPORTED = 100_000

@@ -10,8 +10,6 @@ from typing import Any
 from chunkgraph._text import shown
 from chunkgraph.slots import ExpertSizes, LatentSizes, ModelSizes
 
-__all__ = ["add_gpu_memory", "omissions_of", "sizes_of"]
-
 _SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(GiB|GB|MiB|MB)", re.IGNORECASE)
 _UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 _ADAM_BYTES = 8

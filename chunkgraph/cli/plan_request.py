@@ -26,8 +26,6 @@ from chunkgraph.slots import ModelSizes, SlotPlan, plan_schedule, plan_slots
 if TYPE_CHECKING:
     from chunkgraph.settings import Config
 
-__all__ = ["EXAMPLE", "Request", "request_of", "schedule_name"]
-
 EXAMPLE = "chunkgraph plan --pp 4 --vpp 2 --num-microbatches 8"
 
 

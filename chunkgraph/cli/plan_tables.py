@@ -18,17 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = [
-    "Compared",
-    "RankRow",
-    "as_json",
-    "compare",
-    "exit_code",
-    "print_comparison",
-    "print_rows",
-    "rows_of",
-]
-
 _BASE = "1f1b"
 _TOLERANCE = 1.01
 # A backward takes two forwards.

@@ -18,8 +18,6 @@ from chunkgraph.errors import OutputError
 from chunkgraph.settings import Config, resolved, to_mapping
 from chunkgraph.trainer.results import RunResults, StepRecord, StepResult, find_failures
 
-__all__ = ["TrainProgress", "print_report", "report"]
-
 _PHASES = {"eager": "eager", "chunk": "chunk graphs"}
 _VERIFIED = {
     "poison": "no replay read memory that others had freed",

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from chunkgraph.trainer.results import RunResults
 
-__all__ = ["add_parser", "check_packages", "resolve_device", "run", "worker_environment"]
-
 _COMMAND = ("-m", "chunkgraph.cli")  # arguments of Python
 
 

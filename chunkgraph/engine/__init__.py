@@ -3,8 +3,8 @@
 from chunkgraph.engine.agreement import Agree
 from chunkgraph.engine.banks import Banks
 from chunkgraph.engine.capture.graph_set import CaptureReport
+from chunkgraph.engine.capture.static_inputs import mark_constant
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, GradientMarker, Host
-from chunkgraph.engine.constant_inputs import mark_constant
 from chunkgraph.engine.decide import EagerReason, StepMode, StepPlan
 from chunkgraph.engine.engine import ChunkGraphs
 from chunkgraph.engine.observer import Counters, Observer, ReplayRanges

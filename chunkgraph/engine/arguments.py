@@ -17,16 +17,6 @@ from chunkgraph.engine.tree import Call, flatten_call
 from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
 
-__all__ = [
-    "as_chunks",
-    "as_functions",
-    "check_counts",
-    "default_backend",
-    "rank_label",
-    "sample_calls",
-]
-
-
 _Call = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
 

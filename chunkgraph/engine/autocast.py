@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Autocast"]
-
 
 class Autocast(NamedTuple):
     """The setting of `torch.autocast` on a thread, for one device type.

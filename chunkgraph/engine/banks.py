@@ -21,8 +21,6 @@ from chunkgraph.engine.decide import NO_GRAPHS, SHAPE_UNKNOWN
 from chunkgraph.engine.tree import Call, flatten_call
 from chunkgraph.errors import ConfigError, SlotError
 
-__all__ = ["Banks", "Derive", "Samples", "StepBanks"]
-
 Derive = Callable[[int, tuple[Any, ...], dict[str, Any], Hashable, Hashable], Any]
 """``(chunk, args, kwargs, source, target)`` -> ``(args, kwargs)``: derives a call of the bank
 ``target`` from a call of the bank ``source``. Only shapes, dtypes and plain values matter."""

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Digests", "digests_of", "has_memory", "has_nan", "same_bits"]
-
 # Prime numbers of buckets. Two of them, so that elements change places unseen only if they are a
 # multiple of both apart.
 _BUCKETS = (251, 241)

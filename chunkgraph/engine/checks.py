@@ -22,8 +22,6 @@ from chunkgraph.engine.hooks import Error, refuse_hooks
 from chunkgraph.engine.tree import new_guard
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 
-__all__ = ["ModelGuard"]
-
 _HOLDERS = itemgetter("_modules", "_parameters", "_buffers")
 _END = object()
 _MEMORY = "the memory of "

@@ -18,17 +18,6 @@ from chunkgraph.errors import CaptureError, ConfigError, VerifyError
 if TYPE_CHECKING:
     from chunkgraph.engine.program import GraphProgram
 
-__all__ = [
-    "CaptureOptions",
-    "Chunk",
-    "GradientMarker",
-    "Host",
-    "OnCapture",
-    "ReplayAction",
-    "VerifyMode",
-    "is_integer",
-]
-
 ReplayAction = Literal["F", "B", "I", "W"]
 """A replay: forward, whole backward, or the input and the weight half of a split one."""
 

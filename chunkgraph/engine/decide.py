@@ -33,18 +33,6 @@ from enum import Enum, IntEnum
 from chunkgraph.engine.agreement import Agree, Agreement
 from chunkgraph.errors import ConfigError, SlotError
 
-__all__ = [
-    "NOTHING_REPLAYED",
-    "NO_GRAPHS",
-    "SHAPE_UNKNOWN",
-    "EagerReason",
-    "RankState",
-    "StepDecider",
-    "StepMode",
-    "StepPlan",
-    "StepRequest",
-]
-
 
 class EagerReason(IntEnum):
     """The reason why a step runs eagerly; the largest over the ranks applies to all of them."""

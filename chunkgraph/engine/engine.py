@@ -42,8 +42,6 @@ from chunkgraph.graphs import GraphBackend
 from chunkgraph.memory import plan_for_slots
 from chunkgraph.slots import plan_slots
 
-__all__ = ["ChunkGraphs"]
-
 _SAMPLED = (EagerReason.CAPTURE_WARMUP, EagerReason.RELEASED, EagerReason.MEMORY_REPLACED)
 
 

@@ -24,8 +24,6 @@ from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.engine.layout import dense_strides, span
 from chunkgraph.errors import ReplayMismatchError
 
-__all__ = ["GradMemory", "GradientSinks", "use_count"]
-
 _ALIGNMENT_BYTES = 512  # of the CUDA allocator: kernels see the alignment that eager memory has
 
 _NO_PARAMETER = nn.Parameter(torch.empty(0))

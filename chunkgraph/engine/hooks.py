@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from chunkgraph._text import shown
 from chunkgraph.errors import CaptureError, ReplayMismatchError
 
-__all__ = ["Error", "refuse_contexts", "refuse_gradients_of_parameters", "refuse_hooks"]
-
 Error = type[CaptureError] | type[ReplayMismatchError]
 """The class of an error, at a capture or at a replay."""
 

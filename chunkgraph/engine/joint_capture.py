@@ -28,8 +28,6 @@ from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ChunkGraphError, WorkerError
 from chunkgraph.graphs import GraphBackend, capture_failure
 
-__all__ = ["Capturer", "JointCapture", "Lockstep", "StoppedElsewhere"]
-
 MakeSamples = Callable[[], Mapping[Hashable, Sequence[Call]]]
 
 

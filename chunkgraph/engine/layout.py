@@ -11,15 +11,6 @@ import torch
 
 from chunkgraph.graphs import AddressRange
 
-__all__ = [
-    "copy_into",
-    "dense_strides",
-    "duplicate",
-    "memory_of",
-    "same_layout",
-    "span",
-]
-
 
 def same_layout(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
     """Return whether strides ``a`` and ``b`` place the elements of ``shape`` at the same offsets.

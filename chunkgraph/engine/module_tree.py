@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["Entry", "entries"]
-
 _MAX_DEPTH = 4
 """Most lists, dicts, tuples and objects between a module and a value."""
 

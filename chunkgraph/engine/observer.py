@@ -13,16 +13,6 @@ import torch
 from chunkgraph.engine.chunk import Chunk, GradientMarker, ReplayAction
 from chunkgraph.engine.slot import Slot
 
-__all__ = [
-    "ChunkHooks",
-    "Counters",
-    "GradientMarkers",
-    "NamedReplays",
-    "Observer",
-    "ReplayCounters",
-    "ReplayRanges",
-]
-
 
 class Observer:
     """Override the methods that are needed; by default all do nothing."""
@@ -155,11 +145,6 @@ class Counters:
         counts = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name)}
         values = {k: dict(v) if isinstance(v, Counter) else v for k, v in counts.items()}
         return f"Counters({', '.join(f'{name}={value!r}' for name, value in values.items())})"
-
-    @property
-    def num_fallbacks(self) -> int:
-        """Return the number of eager steps."""
-        return self.fallbacks.total()
 
 
 class ReplayCounters(Observer):

@@ -29,21 +29,6 @@ from chunkgraph.errors import CaptureError, ConfigError
 from chunkgraph.graphs import AddressRanges, Graph, GraphBackend, Pool, storage_address
 from chunkgraph.memory import PoolPlan
 
-__all__ = [
-    "FORWARD_ONLY",
-    "BackwardPlan",
-    "ForwardOnly",
-    "GradientOrder",
-    "GraphMaker",
-    "GraphProgram",
-    "Isolated",
-    "Pass",
-    "capture_forward",
-    "fill_test_gradient",
-    "finish_slot",
-    "program_of",
-]
-
 Receive = Callable[[int, torch.Tensor], None]
 """Function that takes the index of a parameter and its gradient."""
 

@@ -21,8 +21,6 @@ from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import ChunkGraphError, ReplayMismatchError
 from chunkgraph.slots import SlotMachine
 
-__all__ = ["Replayer"]
-
 _task_id = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
 

@@ -10,15 +10,12 @@ import torch
 from torch.utils._pytree import TreeSpec
 
 from chunkgraph.engine.autocast import Autocast
-from chunkgraph.engine.capture.static_inputs import SlotStatics
+from chunkgraph.engine.capture.static_inputs import LoadedSource, SlotStatics
 from chunkgraph.engine.chunk import ReplayAction
-from chunkgraph.engine.constant_inputs import LoadedSource
 from chunkgraph.engine.layout import copy_into, duplicate, same_layout
 from chunkgraph.engine.tree import distinct_tensors, unflatten
 from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import AddressRanges, CopyNode, Graph, Pool
-
-__all__ = ["InputGrads", "Outputs", "Slot", "SlotMemory", "StaticInputs", "StaticOutputGrads"]
 
 
 @dataclass

@@ -20,17 +20,6 @@ from chunkgraph.errors import ReplayMismatchError
 if TYPE_CHECKING:
     from chunkgraph.engine.capture.output_gradients import BackwardSample
 
-__all__ = [
-    "Call",
-    "Signature",
-    "argument_paths",
-    "distinct_tensors",
-    "flatten",
-    "flatten_call",
-    "new_guard",
-    "unflatten",
-]
-
 flatten, unflatten = tree_flatten, tree_unflatten
 
 

@@ -7,8 +7,6 @@ from typing import NamedTuple, Self
 
 import torch
 
-__all__ = ["AddressRange", "AddressRanges", "tensor_at"]
-
 
 class AddressRange(NamedTuple):
     """Bytes ``start <= address < end``."""

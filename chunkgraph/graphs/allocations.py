@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-__all__ = ["Allocation", "AllocationLog", "block_bytes"]
-
 _ROUND_BYTES = 512
 _STEP_BYTES = 2 << 20
 _SMALL_BYTES = 1 << 20

@@ -20,8 +20,6 @@ from chunkgraph.graphs.failure import check_backward, illegal_operation
 from chunkgraph.graphs.operators import OperatorMode, storages_written, tensors_in
 from chunkgraph.graphs.random_state import CapturedGenerator, draws
 
-__all__ = ["CaptureMode", "HostMemory"]
-
 _aten = torch.ops.aten
 _ALIGNMENT = 256
 _ARENA_BYTES = 16 << 20

@@ -17,8 +17,6 @@ import torch
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges, tensor_at
 from chunkgraph.graphs.allocations import AllocationLog
 
-__all__ = ["CopyNode", "Graph", "GraphBackend", "Pool"]
-
 
 class Pool(Protocol):
     """Memory that captured graphs allocate from. Freed blocks serve later captures of this pool."""

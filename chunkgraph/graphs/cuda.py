@@ -28,8 +28,6 @@ from chunkgraph.graphs.random_state import (
     answering_device_calls,
 )
 
-__all__ = ["CUDABackend"]
-
 
 class CUDAGraphHandle:
     """A captured CUDA graph and the pool that it writes.

@@ -16,13 +16,6 @@ from torch._ops import OpOverload
 
 from chunkgraph.errors import CaptureError, IllegalOperationError
 
-__all__ = [
-    "capture_failure",
-    "check_backward",
-    "current_location",
-    "illegal_operation",
-]
-
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MACHINERY = (_TORCH, _OURS + "graphs" + os.sep, "<")

@@ -21,8 +21,6 @@ import torch
 
 from chunkgraph.graphs.addresses import AddressRange
 
-__all__ = ["MAX_BYTES", "CudaCopyNode", "GraphEditor"]
-
 MAX_BYTES = 1 << 16
 """Size of the largest memset that is replaced; in a larger one, writing outlasts the wait."""
 

@@ -11,18 +11,6 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "OperatorMode",
-    "computes_nothing",
-    "is_collective",
-    "replace_leaves",
-    "run_to_its_end",
-    "storage_address",
-    "storages_written",
-    "tensors_in",
-    "wait_for_work",
-]
-
 
 class OperatorMode(TorchDispatchMode):
     """Pass every operator inside the mode to `run_operator`, one call for a compiled part."""

@@ -16,16 +16,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from chunkgraph.errors import IllegalOperationError
 from chunkgraph.graphs.failure import illegal_operation
 
-__all__ = [
-    "CapturedGenerator",
-    "answering_calls",
-    "answering_device_calls",
-    "are_same",
-    "draws",
-    "explicit_generator",
-    "patched",
-]
-
 _MARK = "_chunkgraph_position"
 
 

@@ -36,8 +36,6 @@ from chunkgraph.launch.flags import (
 if TYPE_CHECKING:
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
 
-__all__ = ["main", "planned_arguments", "run_script"]
-
 _PROG = "python -m chunkgraph.launch"
 
 

@@ -27,13 +27,6 @@ from chunkgraph.settings import PackingConfig
 from chunkgraph.settings.rule import Facts, Rule, refusals
 from chunkgraph.settings.words import FLAGS
 
-__all__ = [
-    "equal_facts",
-    "packing_options",
-    "refuse_changed_arguments",
-    "settle_arguments",
-]
-
 _NO_HOOKS = "its hooks run in Python, which a replay does not"
 _WARMUP = "cuda_graph_warmup_steps"
 _MODULES = ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")

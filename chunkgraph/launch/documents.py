@@ -16,8 +16,6 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.packing import check_offsets
 
-__all__ = ["ROWS", "Documents", "Microbatches", "ReadAhead", "cut", "documents_of", "look_ahead"]
-
 _OFFSETS = "cu_seqlens"
 ROWS = ("tokens", "labels", "loss_mask", "position_ids")
 """Fields of a sample with one value for each row."""

@@ -40,22 +40,6 @@ from chunkgraph.settings.models import Flag
 from chunkgraph.settings.rule import Facts, Rule, check
 from chunkgraph.settings.words import facts_of
 
-__all__ = [
-    "DESCRIPTION",
-    "FLAGS",
-    "GRANULARITY",
-    "GraphFlags",
-    "add_flags",
-    "add_options",
-    "explain_in_one_line",
-    "flags_of",
-    "merge_flags",
-    "parse_options",
-    "read_flags",
-    "set_max_connections",
-    "settle_options",
-]
-
 GRANULARITY = "--cuda-graph-granularity"
 _WARMUP = "--cuda-graph-warmup-steps"
 _SEQS = "packing.max_packed_seqs"

@@ -42,8 +42,6 @@ from chunkgraph.packing import (
     smallest_that_fits,
 )
 
-__all__ = ["OwnDocuments", "PackedSteps", "SpreadDocuments"]
-
 _Value = TypeVar("_Value")
 
 

@@ -31,14 +31,6 @@ from chunkgraph.megatron.core.access import (
 if TYPE_CHECKING:
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
 
-__all__ = [
-    "patch_pretrain",
-    "pretrain_arguments",
-    "pretrain_hooks",
-    "validate_arguments",
-    "write_scalars",
-]
-
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
 _DATASETS = "megatron.core.datasets.utils"

@@ -27,19 +27,6 @@ if TYPE_CHECKING:
     from chunkgraph.megatron.model_part import Call, ModelPart
     from chunkgraph.megatron.site import Site
 
-__all__ = [
-    "AnyFeature",
-    "Feature",
-    "Features",
-    "LimitedFeature",
-    "Shortage",
-    "Step",
-    "StepInputs",
-    "StepPlan",
-    "Work",
-    "chained",
-]
-
 Context = AbstractContextManager[None]
 Work = Literal["session", "capture", "verify"]
 """Work of the engine outside of steps.

@@ -42,18 +42,6 @@ from chunkgraph.megatron.core.model_kinds import HybridNames, is_hybrid_model
 from chunkgraph.settings.rule import Facts, Rule
 from chunkgraph.settings.words import FLAGS
 
-__all__ = [
-    "GROWING_BUFFERS",
-    "SCOPE_RULES",
-    "Call",
-    "CapturedScope",
-    "ChosenScope",
-    "ModelPart",
-    "Scope",
-    "choose_scope",
-    "new_part",
-]
-
 Scope = Literal["auto", "block", "chunk"]
 CapturedScope = Literal["block", "chunk"]
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]

@@ -29,8 +29,6 @@ from chunkgraph.megatron.pipeline.choice import PipelinePlace
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.schedules import Op, Schedule, megatron_schedule, with_transfers
 
-__all__ = ["ReceiveOrder", "SlotReceiver", "receiving_lengths"]
-
 
 @dataclass(frozen=True)
 class ReceiveOrder:

@@ -13,9 +13,6 @@ from chunkgraph.megatron.rules.features import RECOMPUTE_RULES, SLOT_RULES
 from chunkgraph.settings.rule import Facts, Rule, Words
 from chunkgraph.settings.words import PROGRAM
 
-__all__ = ["DELAY_RULES", "DRIVER_RULES", "MODEL_RULES", "facts_of_model"]
-
-
 _GATHERED_WEIGHTS = "Python hooks gather the weights for every use, and a replay does not run hooks"
 _QUANTIZED_WEIGHTS = (
     "Python state decides whether to update the cached quantized weights, and a replay freezes it"

@@ -29,8 +29,6 @@ from chunkgraph.megatron.pipeline.choice import PipelinePlace, PipelineSchedule
 from chunkgraph.megatron.refusals import facts_of_model
 from chunkgraph.settings.rule import Facts
 
-__all__ = ["Site", "config_of", "new_agreement"]
-
 _TRACERS = (
     "megatron.core.transformer.moe.router_trace",
     "megatron.training.activation_logging",

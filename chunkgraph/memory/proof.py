@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from chunkgraph.errors import MemoryPlanError
 from chunkgraph.graphs import AddressRanges
 
-__all__ = ["SlotFootprint", "find_conflicts", "prove_disjoint"]
-
 
 @dataclass(frozen=True)
 class SlotFootprint:

@@ -19,15 +19,6 @@ from chunkgraph.errors import PackingError
 from chunkgraph.packing.offsets import check_lengths
 from chunkgraph.packing.shape import PackedShape, reason_not_to_fit
 
-__all__ = [
-    "ContextLimits",
-    "ContextMicrobatch",
-    "ContextSchedule",
-    "SmallestSizes",
-    "first_fit",
-    "schedule_contexts",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ContextLimits:

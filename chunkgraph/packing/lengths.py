@@ -22,8 +22,6 @@ from chunkgraph._text import shorten, shown
 from chunkgraph.errors import ConfigError
 from chunkgraph.packing.offsets import MAX_TOKENS
 
-__all__ = ["DocumentLengths", "read_lengths", "read_megatron_index"]
-
 _MAGIC = b"MMIDIDX\x00\x00"
 _OLD_MAGIC = b"TNTIDX\x00\x00"
 _COUNTS = struct.Struct("<QBQQ")

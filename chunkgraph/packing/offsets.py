@@ -10,13 +10,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from chunkgraph.errors import PackingError
 
-__all__ = [
-    "MAX_TOKENS",
-    "check_lengths",
-    "check_offsets",
-    "located",
-]
-
 MAX_TOKENS = 2**31 - 1
 """The largest offset: attention kernels read int32."""
 _INT64_MAX = 2**63 - 1

@@ -35,8 +35,6 @@ from chunkgraph.errors import PackingError
 from chunkgraph.packing.offsets import Lengths, check_lengths, located
 from chunkgraph.packing.shape import OverflowReason, PackedShape, overflow_reason
 
-__all__ = ["PackedSequences", "pack"]
-
 _Value = TypeVar("_Value", bound=np.generic)
 
 

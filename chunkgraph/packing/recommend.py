@@ -17,22 +17,6 @@ from chunkgraph.packing.offsets import check_lengths
 from chunkgraph.packing.seq_counts import default_buckets_of_shape, num_launched
 from chunkgraph.packing.shape import PackedShape
 
-__all__ = [
-    "MicrobatchSizes",
-    "Recommendation",
-    "ShapeOutcome",
-    "allowed_misfits",
-    "evaluate",
-    "fallback_share",
-    "fits",
-    "pack_in_order",
-    "padding_waste",
-    "quantile",
-    "recommend",
-    "recommended_seq_buckets",
-    "sizes_of",
-]
-
 _QUANTILES = (0.5, 0.9, 0.99)
 # Token capacities are rounded up to this fraction of the largest; finer ones hardly differ.
 _TOKEN_PARTS = 32

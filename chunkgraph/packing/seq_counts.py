@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from chunkgraph.packing.shape import PackedShape
 
-__all__ = ["default_buckets_of_shape", "default_seq_buckets", "num_launched"]
-
 _SMALLEST_DEFAULT = 64
 # Below this many rows per rank, 32 sequences are measurably faster than 64.
 _SHORT_ROWS = 1024

@@ -15,14 +15,6 @@ from numpy.typing import NDArray
 from chunkgraph.errors import PackingError
 from chunkgraph.packing.offsets import MAX_TOKENS, Lengths, check_lengths
 
-__all__ = [
-    "OverflowReason",
-    "PackedShape",
-    "bucket_multiple",
-    "reason_not_to_fit",
-    "smallest_that_fits",
-]
-
 # FP8 GEMMs of Transformer Engine take a multiple of this many rows: those of weight gradients sum
 # over rows (Megatron's ``get_fp8_align_size``).
 _FP8_ROWS = 16

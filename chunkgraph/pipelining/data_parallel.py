@@ -20,17 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import ConfigError
 
-__all__ = [
-    "casting_only",
-    "finish_backwards",
-    "gather",
-    "hold_gathered",
-    "reduce_gradients",
-    "refuse_too_few_steps",
-    "reshard",
-    "unwrapped",
-]
-
 # FSDP2 of torch 2.15 has public names for keeping, gathering and resharding parameters, but none to
 # switch to gathered ones without another gather (`_to_unsharded`), to mark gradients as computed
 # where no hook ran (`_post_backward_pending`; `finalize_backward` skips the others), and to limit

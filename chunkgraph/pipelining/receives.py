@@ -16,8 +16,6 @@ import torch
 
 from chunkgraph.engine.gradients import use_count
 
-__all__ = ["META", "ReceiveMemory", "allocate", "empty_on", "free"]
-
 META = torch.device("meta")
 
 

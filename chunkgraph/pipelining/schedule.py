@@ -29,8 +29,6 @@ from chunkgraph.pipelining.receives import ReceiveMemory
 from chunkgraph.pipelining.slots import ScheduleSlots, slots_of
 from chunkgraph.pipelining.stage import GraphedLoss, StageReplays, graphed
 
-__all__ = ["GraphedSchedule"]
-
 _OTHER_SHAPES = (
     "A GraphedSchedule takes no shape_key, and its stages receive one shape, in eager steps too. "
     "Drop a short last batch, or create a second GraphedSchedule for the other shape, with its own "

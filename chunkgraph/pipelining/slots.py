@@ -13,8 +13,6 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import Action, Op
 from chunkgraph.slots import in_flight
 
-__all__ = ["ScheduleSlots", "slots_of"]
-
 _OPS = {"FORWARD": Op.F, "FULL_BACKWARD": Op.B, "BACKWARD_INPUT": Op.I, "BACKWARD_WEIGHT": Op.W}
 
 

@@ -29,8 +29,6 @@ from chunkgraph.pipelining.data_parallel import (
 )
 from chunkgraph.pipelining.receives import META, ReceiveMemory, allocate, empty_on, free
 
-__all__ = ["GraphedLoss", "GraphedStage", "StageReplays", "graphed"]
-
 _OVERRIDDEN = ("forward_one_chunk", "forward_maybe_with_nosync", "backward_maybe_with_nosync")
 
 

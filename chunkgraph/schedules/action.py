@@ -13,8 +13,6 @@ from enum import Enum
 
 from chunkgraph.errors import ScheduleError
 
-__all__ = ["Action", "Op"]
-
 
 class Op(Enum):
     """The operation of an action. The value is its text form."""

@@ -14,16 +14,6 @@ from chunkgraph.schedules.registry import get_family, megatron_schedule_name
 from chunkgraph.schedules.schedule import Schedule
 from chunkgraph.schedules.shape import PipelineShape
 
-__all__ = [
-    "MAX_STAGES",
-    "LegalCounts",
-    "build_schedule",
-    "check_sizes",
-    "check_step",
-    "legal_counts",
-    "megatron_schedule",
-]
-
 MAX_STAGES = 1024
 """A stage holds at least a layer; tables and plans of more would take minutes."""
 

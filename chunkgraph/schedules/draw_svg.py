@@ -15,8 +15,6 @@ from chunkgraph._text import counted
 from chunkgraph.schedules.action import Op
 from chunkgraph.schedules.simulate import Simulation, Span
 
-__all__ = ["colour_of", "draw_svg"]
-
 _HUES = {Op.F: 0.58, Op.B: 0.36, Op.I: 0.49, Op.W: 0.13}
 _NAMES = {
     Op.F: "F forward",

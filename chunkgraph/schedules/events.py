@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from chunkgraph.schedules.action import Action, Op
 from chunkgraph.schedules.schedule import Schedule
 
-__all__ = ["Event", "event_of", "needs_of", "run_in_order"]
-
 Event = tuple[str, int, int]
 
 _EVENT_OF_OP = {

@@ -15,14 +15,6 @@ from chunkgraph.schedules.schedule import Schedule
 from chunkgraph.schedules.shape import Placement
 from chunkgraph.schedules.validate import validate
 
-__all__ = [
-    "FILE_SUFFIX",
-    "check_counts",
-    "read_matching_schedule",
-    "read_schedule",
-    "splits_backward",
-]
-
 FILE_SUFFIX = ".csv"
 """Distinguishes a schedule's file from a name."""
 _MAX_FILE_BYTES = 512 * 2**10

@@ -21,14 +21,6 @@ from itertools import zip_longest
 from chunkgraph.schedules.action import Action, Op
 from chunkgraph.schedules.shape import InFlight, PipelineShape, stage_of
 
-__all__ = [
-    "interleaved_actions",
-    "interleaved_in_flight",
-    "zb_h1_actions",
-    "zb_h1_idle_forwards",
-    "zb_h1_in_flight",
-]
-
 
 def _chunk_table(shape: PipelineShape) -> list[tuple[int, int]]:
     """Return the (microbatch, chunk) pairs of a step in the order of their forwards."""

@@ -14,8 +14,6 @@ from __future__ import annotations
 from chunkgraph.schedules.action import Action, Op
 from chunkgraph.schedules.shape import InFlight, PipelineShape
 
-__all__ = ["gpipe_actions", "gpipe_in_flight", "one_f_one_b_actions", "one_f_one_b_in_flight"]
-
 
 def one_f_one_b_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
     """Return one rank's compute actions, in order."""

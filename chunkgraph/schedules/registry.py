@@ -11,13 +11,6 @@ from chunkgraph.schedules import interleaved, one_chunk, v_shaped
 from chunkgraph.schedules.action import Action
 from chunkgraph.schedules.shape import InFlight, PipelineShape, Placement
 
-__all__ = [
-    "ScheduleFamily",
-    "get_family",
-    "list_schedules",
-    "megatron_schedule_name",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFamily:
@@ -25,7 +18,6 @@ class ScheduleFamily:
 
     Attributes:
         name: the name that users type.
-        summary: one line for help texts.
         rank_actions: returns one rank's compute actions, in order.
         in_flight: returns the most microbatches in flight on a rank over all legal steps of up to
             the shape's number of microbatches; equals counting along the actions.
@@ -40,7 +32,6 @@ class ScheduleFamily:
     """
 
     name: str
-    summary: str
     rank_actions: Callable[[PipelineShape, int], tuple[Action, ...]]
     in_flight: Callable[[PipelineShape, int], InFlight]
     idle_forwards: Callable[[PipelineShape], int] = lambda shape: 3 * (shape.num_ranks - 1)
@@ -62,36 +53,28 @@ class ScheduleFamily:
 
 
 _FAMILIES = (
+    ScheduleFamily("1f1b", one_chunk.one_f_one_b_actions, one_chunk.one_f_one_b_in_flight),
     ScheduleFamily(
-        "1f1b", "one forward, one backward (Megatron without VPP)",
-        one_chunk.one_f_one_b_actions, one_chunk.one_f_one_b_in_flight,
+        "interleaved", interleaved.interleaved_actions, interleaved.interleaved_in_flight,
+        num_chunks=None,
     ),
     ScheduleFamily(
-        "interleaved", "1F1B over several chunks per rank (Megatron with VPP)",
-        interleaved.interleaved_actions, interleaved.interleaved_in_flight, num_chunks=None,
+        "gpipe", one_chunk.gpipe_actions, one_chunk.gpipe_in_flight, is_bounded=False,
     ),
     ScheduleFamily(
-        "gpipe", "all forwards, then all backwards",
-        one_chunk.gpipe_actions, one_chunk.gpipe_in_flight, is_bounded=False,
+        "zb-h1", interleaved.zb_h1_actions, interleaved.zb_h1_in_flight,
+        interleaved.zb_h1_idle_forwards, splits_backward=True,
     ),
     ScheduleFamily(
-        "zb-h1", "1F1B with the weight gradients run later, where 1F1B idles",
-        interleaved.zb_h1_actions, interleaved.zb_h1_in_flight, interleaved.zb_h1_idle_forwards,
-        splits_backward=True,
+        "interleaved-zb", interleaved.zb_h1_actions, interleaved.zb_h1_in_flight,
+        interleaved.zb_h1_idle_forwards, num_chunks=None, splits_backward=True,
     ),
     ScheduleFamily(
-        "interleaved-zb", "zb-h1 over several chunks per rank",
-        interleaved.zb_h1_actions, interleaved.zb_h1_in_flight, interleaved.zb_h1_idle_forwards,
-        num_chunks=None, splits_backward=True,
-    ),
-    ScheduleFamily(
-        "zb-v", "two chunks per rank in a V, every backward split",
-        v_shaped.zb_v_actions, v_shaped.zb_v_in_flight, v_shaped.zb_v_idle_forwards,
+        "zb-v", v_shaped.zb_v_actions, v_shaped.zb_v_in_flight, v_shaped.zb_v_idle_forwards,
         num_chunks=2, placement=Placement.V, splits_backward=True,
     ),
     ScheduleFamily(
-        "dualpipe-v", "two chunks per rank in a V, forwards in pairs with backwards",
-        v_shaped.dualpipe_v_actions, v_shaped.dualpipe_v_in_flight,
+        "dualpipe-v", v_shaped.dualpipe_v_actions, v_shaped.dualpipe_v_in_flight,
         v_shaped.dualpipe_v_idle_forwards,
         num_chunks=2, placement=Placement.V, splits_backward=True, least_microbatches_per_rank=2,
     ),

@@ -13,8 +13,6 @@ from chunkgraph.errors import ScheduleError
 from chunkgraph.schedules.action import Action, Op
 from chunkgraph.schedules.shape import Placement, chunk_of, rank_of
 
-__all__ = ["Schedule"]
-
 _BYTE_ORDER_MARK = "\ufeff"  # Excel's "CSV UTF-8" begins with it
 _OVERLAP = re.compile(r"\s*\((.*)\)OVERLAP_F_B\s*")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["InFlight", "PipelineShape", "Placement", "chunk_of", "rank_of", "stage_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineShape:

@@ -11,8 +11,6 @@ from chunkgraph.schedules.events import Event, event_of, needs_of, run_in_order
 from chunkgraph.schedules.schedule import Schedule
 from chunkgraph.schedules.validate import validate
 
-__all__ = ["CostModel", "Simulation", "Span", "simulate"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:

@@ -8,8 +8,6 @@ from dataclasses import replace
 from chunkgraph.schedules.action import Action, Op
 from chunkgraph.schedules.schedule import Schedule
 
-__all__ = ["num_ended_sends", "with_transfers"]
-
 _Link = tuple[int, int, Op]
 """Sender, receiver and the operation of the receives."""
 

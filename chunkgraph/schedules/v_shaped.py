@@ -20,15 +20,6 @@ from collections.abc import Iterable
 from chunkgraph.schedules.action import Action, Op
 from chunkgraph.schedules.shape import InFlight, PipelineShape, Placement, stage_of
 
-__all__ = [
-    "dualpipe_v_actions",
-    "dualpipe_v_idle_forwards",
-    "dualpipe_v_in_flight",
-    "zb_v_actions",
-    "zb_v_idle_forwards",
-    "zb_v_in_flight",
-]
-
 
 def zb_v_actions(shape: PipelineShape, rank: int) -> tuple[Action, ...]:
     """Return one rank's compute actions, in order.

@@ -16,8 +16,6 @@ from chunkgraph.schedules.action import Action, Op
 from chunkgraph.schedules.events import Event, event_of, needs_of, run_in_order
 from chunkgraph.schedules.schedule import Schedule
 
-__all__ = ["validate"]
-
 _NUM_SHOWN = 4
 """Actions that a message shows on either side of the one at fault."""
 _BACKWARDS = {Op.B, Op.I, Op.W}

@@ -11,8 +11,6 @@ from pydantic.fields import FieldInfo
 
 from chunkgraph.settings.models import Flag, Needs, Section
 
-__all__ = ["Setting", "settings_of"]
-
 _MEGATRON_FLAGS = {
     "capture.num_warmup_steps": "--cuda-graph-warmup-steps",
     "model.fp8": "--fp8-format",

@@ -22,8 +22,6 @@ from chunkgraph.settings.listing import settings_of
 from chunkgraph.settings.models import Section, Settings
 from chunkgraph.settings.rules import check_settings
 
-__all__ = ["Config", "config_from_mapping", "load_config", "problems_of", "to_mapping", "to_yaml"]
-
 _BASE = "extends"
 _MAX_BYTES = 64 * 1024
 _MAX_VALUES = 10_000  # with aliases written out: a few lines could stand for billions

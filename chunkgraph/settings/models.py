@@ -17,24 +17,6 @@ from chunkgraph.packing.seq_counts import default_seq_buckets
 if TYPE_CHECKING:
     from chunkgraph.settings.loader import Config
 
-__all__ = [
-    "CaptureConfig",
-    "DataConfig",
-    "ExpertConfig",
-    "Flag",
-    "ModelConfig",
-    "Needs",
-    "PackingConfig",
-    "PipelineConfig",
-    "RunConfig",
-    "Section",
-    "Settings",
-    "StashConfig",
-    "TrainConfig",
-    "derived_fields",
-    "resolved",
-]
-
 _END = 2**63
 Count = Annotated[int, Field(strict=True, gt=0, lt=_END)]
 Natural = Annotated[int, Field(strict=True, ge=0, lt=_END)]

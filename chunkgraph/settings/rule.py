@@ -14,8 +14,6 @@ from typing import Any
 
 from chunkgraph.errors import ConfigError
 
-__all__ = ["Facts", "Rule", "Words", "check", "recomputes", "refusals"]
-
 _FIELD = re.compile(r"\{(\w+)(=?)(\w*)\}")
 _ABSENT = "without "
 _LITERALS = {"true": True, "false": False}

@@ -14,8 +14,6 @@ from chunkgraph.settings.models import Settings
 from chunkgraph.settings.rule import Facts, Rule, check
 from chunkgraph.settings.words import facts_of
 
-__all__ = ["check_settings"]
-
 _LAYER_SPECS = ("auto", "local", "transformer_engine")
 
 

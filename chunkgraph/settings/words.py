@@ -11,8 +11,6 @@ from chunkgraph.settings.listing import Setting, settings_of
 from chunkgraph.settings.models import Settings, derived_fields
 from chunkgraph.settings.rule import Facts, Words
 
-__all__ = ["FILE", "FLAGS", "PROGRAM", "facts_of", "settings_by_fact"]
-
 _NAMES = {"capture.enabled": "captures", "stash.enabled": "stash"}
 """Facts with another name than the last part of the setting's path."""
 _MEGATRON_FLAGS = {

@@ -13,8 +13,6 @@ from typing import NoReturn
 
 from chunkgraph.errors import SlotError
 
-__all__ = ["SlotMachine"]
-
 _FORWARD = "forward done, waits for its backward"
 _BACKWARD = "in backward"
 _WAITING = "input gradient done, waits for its weight gradient"

@@ -31,8 +31,6 @@ from chunkgraph.schedules import (
     megatron_schedule_name,
 )
 
-__all__ = ["SlotPlan", "assign_slots", "in_flight", "plan_schedule", "plan_slots"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotPlan:
@@ -47,7 +45,6 @@ class SlotPlan:
         slots_per_chunk: Number of slots of each model chunk.
         peak_in_flight: Maximum number of microbatches in flight at once in all chunks together; at
             most the sum of ``slots_per_chunk``, since chunks do not all peak together.
-        max_num_microbatches: Maximum number of microbatches in a step; None for any number.
         splits_backward: Whether some backwards are split into halves.
     """
 
@@ -58,7 +55,6 @@ class SlotPlan:
     rank: int
     slots_per_chunk: tuple[int, ...]
     peak_in_flight: int
-    max_num_microbatches: int | None
     splits_backward: bool
 
     @property
@@ -139,7 +135,6 @@ def plan_slots(
         rank=rank,
         slots_per_chunk=peak.per_chunk,
         peak_in_flight=peak.together,
-        max_num_microbatches=max_num_microbatches,
         splits_backward=family.splits_backward,
     )
 
@@ -164,7 +159,6 @@ def plan_schedule(schedule: Schedule, rank: int) -> SlotPlan:
         rank=rank,
         slots_per_chunk=counts.per_chunk,
         peak_in_flight=counts.together,
-        max_num_microbatches=schedule.num_microbatches,
         splits_backward=schedule.splits_backward,
     )
 

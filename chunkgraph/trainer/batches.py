@@ -26,8 +26,6 @@ from chunkgraph.packing import (
 )
 from chunkgraph.settings import Config
 
-__all__ = ["Batch", "PackedBatches", "SequenceBatches"]
-
 Batch = dict[str, Any]
 """A microbatch; `forward_step` lists its entries."""
 

@@ -27,8 +27,6 @@ from chunkgraph.settings.words import facts_of
 from chunkgraph.trainer.results import COMPARED, RunResults, StepRecord, StepResult
 from chunkgraph.trainer.trained_model import TrainedModel
 
-__all__ = ["TrainingRun", "run_eager", "run_training", "train"]
-
 _OF_ALL_RANKS: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     **dict.fromkeys(("capture_sessions", "overflow_reruns", "recaptures"), itemgetter(0)),
     **dict.fromkeys(("num_graphs", "dropped_tokens"), sum),

@@ -21,8 +21,6 @@ from chunkgraph.megatron.features.hybrid import can_recompute_hybrid_layers
 from chunkgraph.schedules import splits_backward
 from chunkgraph.settings import Config, derived_fields, resolved
 
-__all__ = ["build_model", "build_optimizer", "fuse_weight_gradients", "zero_gradients"]
-
 _FUSES = "fuse_wgrad_accumulation"
 
 

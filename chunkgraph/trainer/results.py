@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 
 from chunkgraph._text import counted
 
-__all__ = ["COMPARED", "RunResults", "StepRecord", "StepResult", "find_failures"]
-
-
 COMPARED = {
     "loss": "the losses",
     "grad_norm": "the gradient norms",

@@ -18,8 +18,6 @@ from chunkgraph.megatron.cpu.host import cpu_host
 from chunkgraph.megatron.site import new_agreement
 from chunkgraph.settings import Config
 
-__all__ = ["choose_device", "seed_everything", "training_process"]
-
 
 def choose_device(config: Config) -> torch.device:
     """Choose the device of this process by ``config.device`` and LOCAL_RANK.

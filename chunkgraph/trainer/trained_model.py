@@ -29,8 +29,6 @@ from chunkgraph.trainer.model import build_model, build_optimizer, zero_gradient
 from chunkgraph.trainer.results import StepRecord
 from chunkgraph.trainer.setup import seed_everything
 
-__all__ = ["TrainedModel", "forward_step", "shared_loss"]
-
 
 def forward_step(
     data: Iterator[dict[str, Any]], chunk: nn.Module

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from toys import add_to_main_grads
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
@@ -67,9 +68,8 @@ class Pipeline:
         self.parameters = [p for stage in self.stages for p in stage.parameters()]
         self.main_grad = main_grad
         if main_grad:
-            for p in self.parameters:
-                p.main_grad = torch.zeros_like(p)
-                p.register_post_accumulate_grad_hook(_into_main_grad)
+            for stage in self.stages:
+                add_to_main_grads(stage)
         self.graphs: list[ChunkGraphs] = []
         self.calls: list[Callable[..., Any]] = list(self.stages)
 
@@ -156,11 +156,6 @@ class Pipeline:
             run.input_grads.append(x.grad.clone())
             if stage > 0:
                 received[stage - 1, action.microbatch] = x.grad.clone()
-
-
-def _into_main_grad(parameter: torch.Tensor) -> None:
-    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-    parameter.grad = None
 
 
 def _is_ready(action: Any, last: int, inputs: dict[Any, Any], received: dict[Any, Any]) -> bool:

@@ -2,58 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from thread_ranks import run_ranks
+from thread_ranks import Agreeing, Starting, run_ranks
 
 from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, StepPlan
 from chunkgraph.errors import SlotError
 from chunkgraph.graphs import RecorderBackend
 
 pytestmark = pytest.mark.usefixtures("no_collector")
-
-
-class Collectives:
-    """Element-wise maxima between threads; like a process group's, they pair up by number."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self.calls: list[dict[int, list[int]]] = []
-        self.changed = threading.Condition()
-
-    def rank(self, rank: int) -> Any:
-        return _Rank(self, rank)
-
-
-class _Rank:
-    def __init__(self, group: Collectives, rank: int) -> None:
-        self.group, self.rank, self.num_questions = group, rank, 0
-
-    def __call__(self, values: Sequence[int]) -> list[int]:
-        return self.start(values)()
-
-    def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
-        group, number = self.group, self.num_questions
-        self.num_questions += 1
-        with group.changed:
-            while len(group.calls) <= number:
-                group.calls.append({})
-            group.calls[number][self.rank] = list(values)
-            group.changed.notify_all()
-
-        def wait() -> list[int]:
-            with group.changed:
-                is_integer = lambda: len(group.calls[number]) == group.num_ranks  # noqa: E731
-                assert group.changed.wait_for(is_integer, timeout=60), "a rank waits for ever"
-                columns = zip(*group.calls[number].values(), strict=True)
-                return [max(column) for column in columns]
-
-        return wait
 
 
 # The steps of each rank: F fits, M does not, E is an evaluation.
@@ -68,7 +29,7 @@ def _run(
     The first rank announces step number ``withdrawing`` as the opposite of what it is, the others
     as what it is; all withdraw these announcements.
     """
-    group = Collectives(len(plans))
+    group = Agreeing(len(plans))
     modes: list[list[str]] = [[] for _ in plans]
     engines: list[Any] = [None] * len(plans)
 
@@ -78,7 +39,7 @@ def _run(
             [1],
             options=CaptureOptions(),
             backend=RecorderBackend(),
-            agree=group.rank(rank),
+            agree=Starting(group, rank),
             takes_misfits=True,
         )
         plan, when = plans[rank], announcing[rank]

@@ -75,8 +75,9 @@ def test_counts_below_at_and_above_the_slots_capture_once(
     pools = [pool for graphs in graphed.graphs for pool in graphs._captured.pools.pools]
     before = [pool.reserved() for pool in pools]
     with (
-        counting(graphed.graphs[0].counters, captures=0, capture_sessions=0, num_fallbacks=0),
-        counting(graphed.graphs[2].counters, captures=0, replays=sum(counts), num_fallbacks=0),
+        counting(graphed.graphs[0].counters, captures=0, capture_sessions=0),
+        counting(graphed.graphs[2].counters, captures=0, replays=sum(counts)),
     ):
         assert graphed.train(schedules, seed=2).equals(eager.train(schedules, seed=2))
+    assert all(g.counters.fallbacks == {"capture warmup": 1} for g in graphed.graphs)
     assert [pool.reserved() for pool in pools] == before

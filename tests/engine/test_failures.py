@@ -37,18 +37,9 @@ class Layer(nn.Module):
         return h.tanh()
 
 
-class Block(nn.Module):
-    def __init__(self, *syncs: bool) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(Layer(syncs=s) for s in syncs))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
 def chunk_of(*syncs: bool) -> Chunk:
     torch.manual_seed(0)
-    module = Block(*syncs)
+    module = Apply(lambda m, x: m.layers(x), layers=nn.Sequential(*(Layer(syncs=s) for s in syncs)))
     return Chunk(
         forward=module,
         parameters=tuple(module.parameters()),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from toys import Apply
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, mark_constant
 from chunkgraph.graphs import GraphBackend
@@ -16,23 +17,17 @@ from chunkgraph.graphs import GraphBackend
 NUM_SLOTS = 2
 
 
-class Masked(nn.Module):
-    """Uses a mask in the forward and, by multiplication, in the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * mask
+def masked() -> nn.Module:
+    """Return a module that uses a mask in the forward and, by multiplication, in the backward."""
+    return Apply(lambda m, x, mask: m.linear(x) * mask, linear=nn.Linear(4, 4))
 
 
 @pytest.fixture
 def train(backend: GraphBackend) -> Callable[..., None]:
     """Run microbatches through graphs and through a twin; output and gradients must be equal."""
     torch.manual_seed(0)
-    module = Masked().to(backend.device)
-    twin = Masked().to(backend.device)
+    module = masked().to(backend.device)
+    twin = masked().to(backend.device)
     twin.load_state_dict(module.state_dict())
     graphs = ChunkGraphs(
         [module], [NUM_SLOTS], backend=backend, options=CaptureOptions(verify="poison")
@@ -174,7 +169,7 @@ def test_receiving_into_the_static_input_forgets_the_source(
 
 def test_an_input_may_be_received_in_some_microbatches(backend: GraphBackend) -> None:
     """Then the graph copies the other one; otherwise the host copies both."""
-    module = Masked().to(backend.device)
+    module = masked().to(backend.device)
     graphs = ChunkGraphs([module], [2], backend=backend)
     ways, num_received = [True, False, False, True, True, False], 0
     for step in range(4):

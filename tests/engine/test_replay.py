@@ -11,9 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
-from toys import capture, counting, sample, towers, train, train_microbatch
+from torch import nn
+from toys import Apply, capture, counting, sample, towers, train, train_microbatch
 
-from chunkgraph.engine import Chunk, ChunkGraphs, StepMode
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, ReplayRanges, StepMode
 from chunkgraph.errors import ReplayMismatchError, SlotError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
 
@@ -231,12 +232,13 @@ def test_markers_follow_every_gradient_and_every_replay(backend: GraphBackend) -
 def test_a_step_whose_calls_want_no_gradient_is_counted_as_eager(
     graphs: ChunkGraphs, backend: GraphBackend
 ) -> None:
-    expected = counting(graphs.counters, replays=0, replayed_steps=0, num_fallbacks=1)
+    expected = counting(graphs.counters, replays=0, replayed_steps=0)
     with expected, graphs.step(1), torch.no_grad():
         graphs.callables[0](sample(backend))
     assert dict(graphs.counters.fallbacks) == {"nothing replayed": 1}
-    with counting(graphs.counters, replays=1, replayed_steps=1, num_fallbacks=0), graphs.step(1):
+    with counting(graphs.counters, replays=1, replayed_steps=1), graphs.step(1):
         train_microbatch(graphs.callables[0], sample(backend))
+    assert graphs.counters.fallbacks.total() == 1
 
 
 @pytest.mark.parametrize("is_copied", [True, False])
@@ -335,16 +337,12 @@ def test_nothing_holds_a_slot_that_was_reserved_in_an_aborted_step(graphs: Chunk
 
 
 def test_gradients_of_several_outputs_are_received_into_one_slot(backend: GraphBackend) -> None:
-    class Two(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(8, 8)
+    def two(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = module.layer(x)
+        return y.relu(), y.tanh()
 
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            y = self.layer(x)
-            return y.relu(), y.tanh()
-
-    graphs = ChunkGraphs(Two().to(backend.device), 2, backend=backend)
+    module = Apply(two, layer=torch.nn.Linear(8, 8))
+    graphs = ChunkGraphs(module.to(backend.device), 2, backend=backend)
     x = torch.randn(4, 8, device=backend.device)
     graphs.capture([x])
     slots = graphs._captured.slots[0]
@@ -356,3 +354,37 @@ def test_gradients_of_several_outputs_are_received_into_one_slot(backend: GraphB
                 assert grad.data_ptr() == static.data_ptr()
                 grad.fill_(1)
             torch.autograd.backward(ys, received)
+
+
+# Names of replays in profiles.
+
+
+def _step(graphs: ChunkGraphs, count: int) -> None:
+    with graphs.step(count):
+        # One microbatch ahead, as the first stage of two.
+        waiting = [graphs.callables[0](torch.ones(2, 4, requires_grad=True))]
+        for _ in range(count - 1):
+            waiting.append(graphs.callables[0](torch.ones(2, 4, requires_grad=True)))
+            waiting.pop(0).sum().backward()
+        waiting.pop(0).sum().backward()
+
+
+def _ranges(graphs: ChunkGraphs, count: int) -> list[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        _step(graphs, count)
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events if " microbatch " in event.name]
+
+
+def test_a_range_names_chunk_action_and_microbatch() -> None:
+    graphs = ChunkGraphs([nn.Linear(4, 4)], [2], options=CaptureOptions(num_warmup_steps=1))
+    _step(graphs, 2)  # warmup
+    assert _ranges(graphs, 3) == []  # names are off by default
+    graphs.observe(ReplayRanges(["stage 0 chunk 0"]))
+    expected = [
+        *("forward microbatch 0", "forward microbatch 1", "backward microbatch 0"),
+        *("forward microbatch 2", "backward microbatch 1", "backward microbatch 2"),
+    ]
+    for _ in range(2):
+        assert _ranges(graphs, 3) == [f"stage 0 chunk 0 {name}" for name in expected]
+    graphs.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -267,3 +268,84 @@ def test_the_meter_counts_what_slots_in_flight_would_take() -> None:
     # A microbatch takes 16 pages in chunk 1 and 10 in chunk 0; both need 16 for all rows.
     assert [meter.pages(in_flight) for in_flight in (1, 2, 3)] == [16, 26, 36]
     assert [meter.most_pages(in_flight) for in_flight in (1, 2, 3)] == [16, 32, 48]
+
+
+# Rows in use, computed in every layer of every microbatch with few operators.
+
+
+@given(st.integers(0, 9), st.integers(0, 7), st.sampled_from([torch.int32, torch.int64]))
+def test_leading_rows_are_the_first_in_use(count: int, num_rows: int, dtype: torch.dtype) -> None:
+    first = RowsInUse.first(torch.tensor([count], dtype=dtype), num_rows)
+    like = RowsInUse.of(torch.arange(num_rows) < count)
+    expected = [place if place < count else -1 for place in range(num_rows)]
+    for rows in (first, like) if num_rows else (first,):
+        assert rows.places.tolist() == expected
+        assert rows.total.tolist() == [min(count, num_rows)]
+        assert (rows.places.dtype, rows.total.dtype) == (torch.int32, torch.int64)
+
+
+# Triton's kernels on a GPU give the same tables, bits and counts as torch's operators on a CPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_pages", [4000, 300, 0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
+def test_triton_does_what_the_reference_does(num_pages: int, dtype: torch.dtype) -> None:
+    rng = random.Random(num_pages)
+    torch.manual_seed(0)
+    stashes = [PagedStash(4096, num_pages, torch.device(name)) for name in ("cpu", "cuda")]
+    live = []
+    for _ in range(60):
+        if live and rng.random() < 0.45:
+            pair = live.pop(rng.randrange(len(live)))
+            first, second = (stash.reload(s) for stash, s in zip(stashes, pair, strict=True))
+            assert torch.equal(first.view(torch.uint8), second.cpu().view(torch.uint8))
+            for stash, stashed in zip(stashes, pair, strict=True):
+                stash.give_back(stashed)
+        else:
+            num_rows, width = rng.randint(1, 2000), rng.randint(1, 1000)
+            tensor = torch.randint(0, 200, (num_rows, width)).to(dtype)
+            in_use = torch.rand(num_rows) < rng.random()
+            pair = [
+                stash.stash(tensor.to(device), RowsInUse.of(in_use.to(device)))
+                for stash, device in zip(stashes, ("cpu", "cuda"), strict=True)
+            ]
+            assert torch.equal(pair[0].table, pair[1].table.cpu())
+            assert torch.equal(pair[0].taken, pair[1].taken.cpu())
+            live.append(pair)
+        on_cpu, on_gpu = stashes
+        assert on_cpu.status() == on_gpu.status()
+        free = on_cpu.status().num_free_pages
+        assert torch.equal(on_cpu.stack[:free], on_gpu.stack[:free].cpu())
+
+
+@pytest.mark.gpu
+def test_a_graph_that_stashes_has_the_gradients_of_one_that_does_not() -> None:
+    """Also in replays with other rows in use."""
+    torch.manual_seed(0)
+    saving = Saving(4096)
+    saving.stash = PagedStash(4096, 2000, torch.device("cuda"))
+    x = torch.randn(512, 256, device="cuda", requires_grad=True)
+    in_use = torch.ones(512, dtype=torch.bool, device="cuda")
+    weights = [torch.randn(256, 256, device="cuda") / 16 for _ in range(4)]
+
+    def run(*, stashes: bool) -> torch.Tensor:
+        rows = RowsInUse.of(in_use)
+        h = x * in_use[:, None]
+        with saving.during("stash" if stashes else "off"):
+            for weight in weights:
+                with saving.scope(rows, [], "experts"):
+                    h = torch.nn.functional.silu(h @ weight)
+        (grad,) = torch.autograd.grad(h.square().sum(), x)
+        return grad
+
+    run(stashes=True)  # compiles the kernels
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        grad = run(stashes=True)
+    for share in (1.0, 0.3, 0.0, 0.7):
+        x.data.normal_()
+        in_use.copy_(torch.rand(512, device="cuda") < share)
+        graph.replay()
+        assert torch.equal(grad, run(stashes=False))
+        assert saving.stash.status().num_required_pages == 0

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import xml.etree.ElementTree as ET
+
 import pytest
-from drawn_schedules import legal_steps
+from drawn_schedules import CASES, legal_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkgraph.errors import ConfigError, ScheduleError, TopologyError
 from chunkgraph.schedules import (
+    Action,
+    Op,
     Schedule,
     build_schedule,
+    draw_svg,
     megatron_schedule,
+    simulate,
     validate,
     with_transfers,
 )
+from chunkgraph.slots import assign_slots
 
 SCHEDULES = legal_steps().map(
     lambda step: build_schedule(step[0], **step[1], num_microbatches=step[2])
@@ -132,3 +140,94 @@ def test_chunks_must_fit_the_schedule():
         build_schedule("zb-v", num_ranks=1, num_microbatches=2, num_chunks=2)
     with pytest.raises(TopologyError, match=r"7 .*needs 2 for each of the 4 ranks .*legal: 8"):
         build_schedule("dualpipe-v", num_ranks=4, num_microbatches=7, num_chunks=2)
+
+
+numbers = st.integers(min_value=0, max_value=10**6)
+actions = st.builds(Action, st.sampled_from(Op), numbers, numbers)
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("2F0", Action(Op.F, 2, 0)),
+        ("0I13", Action(Op.I, 0, 13)),
+        ("3SEND_B1", Action(Op.SEND_B, 3, 1)),
+        (" 10W7 ", Action(Op.W, 10, 7)),
+    ],
+)
+def test_text_form(text, action):
+    assert Action.parse(text) == action
+    assert str(action) == text.strip()
+
+
+@settings(deadline=None)
+@given(actions)
+def test_text_round_trip(action):
+    assert Action.parse(str(action)) == action
+
+
+@pytest.mark.parametrize("text", ["", "F", "2F", "F0", "2X0", "2F-1", "2F0 3F0", "2f0", "2F0.5"])
+def test_bad_text_shows_form_and_example(text):
+    with pytest.raises(ScheduleError, match=r"<stage><operation><microbatch>.*'2F0'"):
+        Action.parse(text)
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(params=CASES, ids=lambda built: built.name)
+def built(request):
+    return request.param
+
+
+def rects(root, kind):
+    return [rect for rect in root.iter(f"{SVG}rect") if rect.get("class") == kind]
+
+
+def test_svg_holds_every_action_inside_the_picture_without_overlap(built):
+    root = ET.fromstring(draw_svg(simulate(built), slots=assign_slots(built)))
+    width, height = float(root.get("width")), float(root.get("height"))
+    boxes = []
+    for rect in (*rects(root, "action"), *rects(root, "slot")):
+        x, y = float(rect.get("x")), float(rect.get("y"))
+        boxes.append((y, x, x + float(rect.get("width"))))
+        assert x >= 0
+        assert x + float(rect.get("width")) <= width
+        assert y + float(rect.get("height")) <= height
+    boxes.sort()
+    for (row, _, end), (next_row, start, _) in itertools.pairwise(boxes):
+        assert row != next_row or start >= end - 0.11
+    operations = {action.op for _, action in built}
+    fills = {rect.get("fill") for rect in rects(root, "action")}
+    assert len(fills) == len(operations) * built.num_chunks
+    # The legend also has one of each.
+    num_actions = sum(map(len, built.actions))
+    assert len(rects(root, "action")) == num_actions + 1
+    large = [text.text for text in root.iter(f"{SVG}text") if text.get("font-size") == "12"]
+    assert sorted(large[1:]) == sorted(f"{a.op.value}{a.microbatch}" for _, a in built)
+
+
+def test_a_bar_joins_the_uses_of_every_slot(built):
+    slots, run = assign_slots(built), simulate(built)
+    root = ET.fromstring(draw_svg(run, slots=slots))
+    assert len(rects(root, "slot")) == len(slots) + 1
+    lanes = {rect.get("y") for rect in rects(root, "slot")[1:]}
+    keys = {
+        (rank, built.chunk_of(span.action.stage), slots[span.action.stage, span.action.microbatch])
+        for rank, spans in enumerate(run.spans)
+        for span in spans
+    }
+    assert len(lanes) == len(keys)
+
+
+def test_svg_names_ranks_title_slots_and_chunks():
+    built = CASES[0]
+    texts = [
+        text.text
+        for text in ET.fromstring(draw_svg(simulate(built), slots=assign_slots(built))).iter(
+            f"{SVG}text"
+        )
+    ]
+    assert "interleaved: 4 ranks, 2 chunks each, 12 microbatches" in texts
+    assert {"rank 0", "rank 3", "c1 s0", "F forward", "B backward"} <= set(texts)
+    assert "I input gradient" not in texts

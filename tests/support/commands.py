@@ -8,8 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["TORCHRUN", "finished", "output_of_python", "python"]
-
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
 """Arguments of `python` that start two ranks; the port and the script follow."""

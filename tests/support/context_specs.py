@@ -1,9 +1,10 @@
-"""Layer specs of experts on documents that ranks share, with sequence parallelism."""
+"""Layer specs for documents that ranks share: whole layers, and experts with split sequences."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -45,6 +46,34 @@ class StaticContextCore(ContextCore):
     def group_of(self, packed_seq_params: Any) -> Any:
         """Return Megatron's group."""
         return parallel_state.get_context_parallel_group()
+
+
+class PoisonedSplitCore(StaticContextCore):
+    """Gets NaN in every row without a token, forward and backward."""
+
+    def prepared(self, t: torch.Tensor, is_tail: torch.Tensor) -> torch.Tensor:
+        """Prepare a tensor with poisoned padding."""
+        return super().prepared(t.masked_fill(is_tail[:, None, None], float("nan")), is_tail)
+
+
+def split() -> Any:
+    """Return the local spec with `StaticContextCore`."""
+    return _with_core(StaticContextCore)
+
+
+def split_poisoned() -> Any:
+    """Return the local spec with `PoisonedSplitCore`."""
+    return _with_core(PoisonedSplitCore)
+
+
+def split_latent() -> Any:
+    """Return the local spec of multi-latent attention with `StaticContextCore`."""
+    return _with_core(StaticContextCore, multi_latent_attention=True)
+
+
+def split_experts() -> Any:
+    """Return the local spec of four experts with `PoisonedSplitCore`."""
+    return _with_core(PoisonedSplitCore, num_experts=4)
 
 
 def static_experts() -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["HOLDS"]
-
 HOLDS: dict[str, Any] = {
     "num_moe_experts": 8,
     "moe_router_topk": 2,

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Delays", "Product", "Store"]
-
 
 class Store:
     """Stands for Transformer Engine's WeightGradStore."""

@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 
 from chunkgraph.schedules import build_schedule, get_family, legal_counts, list_schedules
 
-__all__ = ["CASES", "legal_steps"]
-
 CASES = [
     build_schedule("interleaved", num_ranks=4, num_chunks=2, num_microbatches=12),
     build_schedule("zb-h1", num_ranks=3, num_microbatches=11),

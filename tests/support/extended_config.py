@@ -15,8 +15,6 @@ from unittest import mock
 from chunkgraph import settings
 from chunkgraph.settings import Config
 
-__all__ = ["config_from_mapping", "extended"]
-
 
 def config_from_mapping(raw: Mapping[str, Any]) -> Config:
     """Return the configuration, with Megatron's fields in ``model.transformer_config``."""

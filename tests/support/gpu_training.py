@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 from commands import finished
 
-__all__ = ["check_replays", "check_rounding", "train_on_gpus", "trained_report"]
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -7,8 +7,6 @@ from unittest import mock
 
 from chunkgraph.graphs.recorder.recorded_graph import RecordedCopy
 
-__all__ = ["copied_by_host"]
-
 
 def copied_by_host() -> Any:
     """Return a context in which recorded graphs copy nothing themselves."""

@@ -20,8 +20,6 @@ from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.experts import hybrid_ep as needs
 from chunkgraph.megatron.features.experts.dropless_rows import ChosenRows
 
-__all__ = ["hybrid_ep"]
-
 _MOE = "megatron.core.transformer.moe."
 
 

@@ -6,8 +6,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 
-__all__ = ["missing_kernels"]
-
 _KERNELS = (
     "mamba_ssm.ops.triton.ssd_combined",
     "mamba_ssm.ops.triton.layernorm_gated",

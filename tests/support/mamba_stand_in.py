@@ -16,22 +16,44 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import split_specs
+import context_specs
 import torch
 import user_specs
-from hybrid_specs import hybrid_stack_spec
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from plain_conv import before, convolved
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import nn
 from torch.nn import functional
+
+from chunkgraph.megatron.core.model_kinds import HybridNames
 
 _MIXER = "megatron.core.ssm.mamba_mixer"
 _SPLIT = "megatron.core.ssm.mamba_context_parallel"
 _Sizes = tuple[int, int]
 """Width of a head, and groups of heads that share B and C."""
+
+
+def before(t: torch.Tensor, rows: int, fill: float) -> torch.Tensor:
+    """Shift [b, l, ...] by ``rows`` rows."""
+    return torch.cat([t.new_full((t.size(0), rows, *t.shape[2:]), fill), t], 1)[:, : t.size(1)]
+
+
+def convolved(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, seq_idx: torch.Tensor | None
+) -> torch.Tensor:
+    """Convolve each channel causally and apply SiLU: [b, l, channels]; weight [channels, taps]."""
+    taps = weight.size(1)
+    out = bias + x * weight[:, taps - 1]
+    for back in range(1, min(taps, x.size(1))):
+        seen = before(x, back, 0.0)
+        if seq_idx is not None:
+            is_other = before(seq_idx, back, -1) != seq_idx
+            seen = seen.masked_fill(is_other[..., None], 0.0)
+        out = out + seen * weight[:, taps - 1 - back]
+    return functional.silu(out)
 
 
 def scanned(
@@ -262,6 +284,67 @@ def load_mixer() -> None:
         sys.modules.update(hidden)
 
 
+def hybrid_stack_spec(spec: Any) -> Any:
+    """Make the spec of a hybrid stack from the spec of a GPT layer.
+
+    Attention and feed-forward become separate layers, each after its norm, as in Megatron's local
+    layers. Mamba layers get plain linear layers. The rest is that of Megatron's stack for
+    Transformer Engine.
+    """
+    names = HybridNames()
+    layer, norm = spec.submodules, spec.submodules.input_layernorm
+    experts = get_gpt_layer_local_spec(num_experts=4).submodules.mlp
+    stack = names.transformer_engine_spec()
+    mixer = stack.submodules.mamba_layer.submodules.mixer
+    projections = replace(
+        mixer.submodules,
+        in_proj=ColumnParallelLinear,
+        out_proj=RowParallelLinear,
+    )
+    kind = importlib.import_module("megatron.core.ssm.mamba_mixer").MambaMixer
+    parts: dict[str, dict[str, Any]] = {
+        "mamba_layer": {
+            "norm": norm,
+            "mixer": replace(mixer, module=kind, submodules=projections),
+        },
+        "attention_layer": {"input_layernorm": norm, "self_attention": layer.self_attention},
+        "mlp_layer": {"pre_mlp_layernorm": layer.pre_mlp_layernorm, "mlp": layer.mlp},
+        "moe_layer": {"pre_mlp_layernorm": layer.pre_mlp_layernorm, "mlp": experts},
+    }
+    layers = {name: getattr(stack.submodules, name) for name in parts}
+    layers = {
+        name: replace(one, submodules=replace(one.submodules, **parts[name]))
+        for name, one in layers.items()
+    }
+    layers["attention_layer"].module = spec.module
+    return replace(
+        stack,
+        module=_local_stack(names.stack, norm),
+        submodules=replace(stack.submodules, **layers),
+    )
+
+
+def _local_stack(stack: Any, norm: Any) -> Any:
+    """Return a subclass of ``stack`` whose final norm is ``norm``, not Transformer Engine's.
+
+    Args:
+        stack: The stack class of `HybridNames`.
+        norm: Norm class; called with config, hidden_size and eps.
+    """
+
+    class LocalStack(stack):
+        """Megatron's stack without Transformer Engine."""
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, post_layer_norm=False, **kwargs)
+            self.post_layer_norm = True
+            if self.post_process:
+                size, eps = config.hidden_size, config.layernorm_epsilon
+                self.final_norm = norm(config=config, hidden_size=size, eps=eps)
+
+    return LocalStack
+
+
 def _stack(make: Callable[[], Any]) -> Any:
     load_mixer()
     return hybrid_stack_spec(make())
@@ -279,7 +362,7 @@ def packed() -> Any:
 
 def packed_split() -> Any:
     """Return such a stack with attention of documents that context-parallel ranks share."""
-    return _stack(split_specs.split)
+    return _stack(context_specs.split)
 
 
 def packed_poisoned() -> Any:

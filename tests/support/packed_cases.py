@@ -11,20 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "EXPERTS",
-    "GPU_MODEL",
-    "HAS_LATENT",
-    "LATENT",
-    "NORMS",
-    "SMALL_HYBRID",
-    "SMALL_LATENT",
-    "SMALL_MIXERS",
-    "all_but_the_first_replay",
-    "cpu_case",
-    "gpu_case",
-]
-
 HAS_LATENT = not metadata.version("megatron-core").startswith("0.16")
 """Whether multi-latent attention can be built without Transformer Engine."""
 
@@ -148,7 +134,7 @@ _CPU_KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         SMALL_LATENT,
     ),
     "shared_latent": (
-        {"layer_spec": "split_specs:split_latent", **NORMS},
+        {"layer_spec": "context_specs:split_latent", **NORMS},
         {},
         SMALL_LATENT,
     ),

@@ -11,8 +11,6 @@ from torch import nn
 
 from chunkgraph.packing import PackedShape, pack
 
-__all__ = ["PACKINGS", "SHAPE", "differing", "packed_batch", "run_eager", "run_flight", "run_step"]
-
 SHAPE = PackedShape(6, 32)
 # Two microbatches each; graphs are captured with the first pair.
 PACKINGS = [

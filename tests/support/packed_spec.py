@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from context_specs import experts
-from split_specs import split
+from context_specs import experts, split
 from user_specs import packed, packed_contexts, packed_contexts_experts, packed_experts
 
 packed_layer = packed()

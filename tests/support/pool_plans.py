@@ -7,8 +7,6 @@ import dataclasses
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.memory import MemoryPlan
 
-__all__ = ["use_plan"]
-
 
 def use_plan(graphs: ChunkGraphs, plan: MemoryPlan, *, prove: bool = True) -> None:
     """Capture under ``plan``; without the proof, if tests need what it would refuse."""

@@ -11,8 +11,6 @@ from megatron_jobs import small_config
 
 from chunkgraph.errors import ChunkGraphError
 
-__all__ = ["sampled"]
-
 
 def sampled(seed: int, number: int, num_ranks: int, documents: Path) -> dict[str, Any]:
     """Return a configuration that passes the check; the same for the same arguments.

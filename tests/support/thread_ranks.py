@@ -5,27 +5,50 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-__all__ = ["Agreeing", "run_ranks"]
-
 
 class Agreeing:
-    """An agreement of ``num_ranks`` threads; one that waits alone for a minute raises an error."""
+    """An agreement of ``num_ranks`` threads; like a process group's, their calls pair up by number.
+
+    A thread that waits alone for a minute raises an error.
+    """
 
     def __init__(self, num_ranks: int) -> None:
-        self._barrier = threading.Barrier(num_ranks, timeout=60)
-        self._values: list[Sequence[int]] = [()] * num_ranks
+        self.num_ranks = num_ranks
+        self.calls: list[dict[int, list[int]]] = []
+        self.changed = threading.Condition()
 
     def rank(self, rank: int) -> Callable[[Sequence[int]], list[int]]:
         """Return the agreement as one rank calls it."""
+        return Starting(self, rank).__call__
 
-        def agree(values: Sequence[int]) -> list[int]:
-            self._values[rank] = list(values)
-            self._barrier.wait()
-            maxima = [max(column) for column in zip(*self._values, strict=True)]
-            self._barrier.wait()
-            return maxima
 
-        return agree
+class Starting:
+    """The agreement of one rank, which can also ask before it needs the answer."""
+
+    def __init__(self, group: Agreeing, rank: int) -> None:
+        self.group, self.rank, self.num_questions = group, rank, 0
+
+    def __call__(self, values: Sequence[int]) -> list[int]:
+        return self.start(values)()
+
+    def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Ask; return a function that waits for the answer."""
+        group, number = self.group, self.num_questions
+        self.num_questions += 1
+        with group.changed:
+            while len(group.calls) <= number:
+                group.calls.append({})
+            group.calls[number][self.rank] = list(values)
+            group.changed.notify_all()
+
+        def wait() -> list[int]:
+            with group.changed:
+                is_whole = lambda: len(group.calls[number]) == group.num_ranks  # noqa: E731
+                assert group.changed.wait_for(is_whole, timeout=60), "a rank waits for ever"
+                columns = zip(*group.calls[number].values(), strict=True)
+                return [max(column) for column in columns]
+
+        return wait
 
 
 def run_ranks(num_ranks: int, main: Callable[[int], None]) -> None:

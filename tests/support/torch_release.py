@@ -7,8 +7,6 @@ from torch.distributed.pipelining import _utils
 
 from chunkgraph.errors import ReplayMismatchError
 
-__all__ = ["HAS_LOCAL_STAGES", "ShapeError"]
-
 HAS_LOCAL_STAGES = not torch.__version__.startswith("2.11.")
 """Whether neighbouring stages of one rank run on gloo: torch 2.11 lets the rank send to itself."""
 

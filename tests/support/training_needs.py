@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-__all__ = ["HAS_MEGATRON", "NEEDS_ENGINE", "NEEDS_TRAINING"]
-
 
 def _has_megatron() -> bool:
     try:

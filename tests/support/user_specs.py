@@ -39,21 +39,6 @@ def watchful() -> Any:
     return _with_layer(WatchfulLayer)
 
 
-class FailsOnce(TransformerLayer):
-    """Raises in the last rank's forward."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Fail once, otherwise run the layer."""
-        if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
-            raise RuntimeError("fails on purpose")
-        return super().forward(*args, **kwargs)
-
-
-def fails_on_last_rank() -> Any:
-    """Return the local spec with `FailsOnce`."""
-    return _with_layer(FailsOnce)
-
-
 class WatchfulWhereFaulty(TransformerLayer):
     """Reads its input on the host, on one rank and from its second layer on."""
 

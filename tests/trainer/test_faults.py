@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_cases import STEPS, faulty_case, one_rank_is_killed
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,9 +25,30 @@ RunWorker = Callable[..., tuple[list[int], Path]]
 MakeConfig = Callable[..., dict[str, Any]]
 
 
+STEPS = [{"num_microbatches": m} for m in (2, 3, 1)]
+_DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+_WATCHFUL = {"layer_spec": "user_specs:watchful_where_faulty"}
+
+
 @pytest.fixture
 def case(make_config: MakeConfig) -> Callable[..., dict[str, Any]]:
-    return partial(faulty_case, make_config)
+    """Return a function that makes a case of `fault_probe` with a fault of the second rank."""
+
+    def make(
+        steps: list[dict[str, Any]],
+        capture: dict[str, Any] | None = None,
+        model: dict[str, Any] | None = None,
+        schedule: str = "auto",
+        **fault: Any,
+    ) -> dict[str, Any]:
+        config = make_config(
+            model={**_DROPOUT, **(model or {})},
+            pipeline={"pipeline_model_parallel_size": 2, "schedule": schedule},
+            capture=capture or {},
+        )
+        return {"config": config, "probe": "fault", "steps": steps, **fault}
+
+    return make
 
 
 def line_of(marker: str) -> int:
@@ -39,7 +59,6 @@ def line_of(marker: str) -> int:
 @pytest.mark.slow
 def test_faults_of_one_rank(run_cases: RunCases, case: Callable[..., dict[str, Any]]) -> None:
     """On rank 1: a failed capture, lack of memory, SIGTERM; also evaluation and other shapes."""
-    watchful = {"layer_spec": "user_specs:watchful_where_faulty"}
     eager, shallow = {"on_failure": "eager"}, {"num_layers": 2}
     mixed = [
         *STEPS,
@@ -58,9 +77,9 @@ def test_faults_of_one_rank(run_cases: RunCases, case: Callable[..., dict[str, A
         "shadow": evaluated,
     }
     cases = {
-        "fails": case(STEPS, eager, watchful, layer_fails=True),
+        "fails": case(STEPS, eager, _WATCHFUL, layer_fails=True),
         "mixed": case(mixed, model=shallow),
-        "raises": case(STEPS, {"on_failure": "raise"}, watchful, layer_fails=True),
+        "raises": case(STEPS, {"on_failure": "raise"}, _WATCHFUL, layer_fails=True),
         # One pool serves both graphs: gradients are larger than the memory that the forward frees.
         "memory": case(STEPS, eager, {**shallow, "hidden_size": 256}, limit_bytes=2**20),
         "in_capture": case(STEPS, signalled="capture"),
@@ -69,6 +88,30 @@ def test_faults_of_one_rank(run_cases: RunCases, case: Callable[..., dict[str, A
     }
     for name, ranks in run_cases(cases, 2).items():
         check[name](ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_faults_under_a_zero_bubble_schedule(
+    run_cases: RunCases, case: Callable[..., dict[str, Any]]
+) -> None:
+    zero_bubble = partial(case, schedule="zb-h1")
+    mixed = [*STEPS, {"num_microbatches": 2, "evaluates": True}, {"num_microbatches": 4}]
+    cases = {
+        "fails": zero_bubble(STEPS, {"on_failure": "eager"}, _WATCHFUL, layer_fails=True),
+        "in_capture": zero_bubble(STEPS, signalled="capture"),
+        "in_replay": zero_bubble([*STEPS, *STEPS], signalled="replay"),
+        "mixed": zero_bubble(mixed, {"scope": "chunk"}),
+    }
+    results = run_cases(cases, 2, timeout_s=200)
+    trained_eagerly(results["fails"])
+    for moment in ("capture", "replay"):
+        terminated(results[f"in_{moment}"], when=moment, num_done=2)
+    for rank in results["mixed"]:
+        assert rank["losses_equal"] == [True] * 5
+        assert rank["state_equal"]
+        assert (rank["replays"], rank["sessions"], rank["error"]) == (3 + 1 + 4, 1, "")
+        assert rank["fallbacks"] == {"capture warmup": 1, "forward only": 1}
 
 
 def trained_eagerly(ranks: list[dict[str, Any]]) -> None:
@@ -157,10 +200,15 @@ def test_a_shape_changed_without_a_word(
     assert "another rank ended" in messages[1]
 
 
+@pytest.mark.parametrize("schedule", ["auto", "zb-h1"])
 def test_a_rank_killed_in_a_replayed_step(
-    run_to_its_end: Callable[..., Any], case: Callable[..., dict[str, Any]]
+    run_to_its_end: Callable[..., Any], case: Callable[..., dict[str, Any]], schedule: str
 ) -> None:
-    one_rank_is_killed(run_to_its_end, case)
+    """The first rank ends and says why."""
+    fault = {"signalled": "replay", "signal": int(signal.SIGKILL), "schedule": schedule}
+    codes, messages = run_to_its_end(case([*STEPS, *STEPS], **fault))
+    assert codes == [1, -signal.SIGKILL]
+    assert "Rank 0 stopped because another rank ended" in messages[0]
 
 
 def test_shadow_names_slot_and_layer_of_one_rank(

@@ -25,15 +25,6 @@ except ImportError:
 
 from chunkgraph.engine.chunk import GradientMarker
 
-__all__ = [
-    "Accumulate",
-    "Accumulation",
-    "add_together",
-    "collecting",
-    "new_accumulate",
-    "receiver",
-]
-
 Accumulate = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 """A function that adds each gradient to its sink, in place, on the current stream."""
 

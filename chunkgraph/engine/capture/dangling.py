@@ -26,8 +26,6 @@ from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import AddressRanges, Pool, storage_address
 
-__all__ = ["Bookkeeping", "refuse_dangling"]
-
 _DEPTH = 2
 """Most objects, dicts and lists between a module and an entry that is restored."""
 

@@ -14,8 +14,6 @@ from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.tree import Signature
 from chunkgraph.memory import PoolPlan
 
-__all__ = ["Bank", "CaptureReport", "GraphSet", "SlotKey"]
-
 SlotKey = tuple[Hashable, int, int]
 """Key of the bank, index of the chunk, number of the slot."""
 

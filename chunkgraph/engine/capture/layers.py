@@ -11,8 +11,6 @@ from torch import nn
 
 from chunkgraph.engine.chunk import Chunk
 
-__all__ = ["LayerWatch", "parameter_names"]
-
 _next_sequence_number = torch._C._autograd._get_sequence_nr
 
 

@@ -18,8 +18,6 @@ from chunkgraph.engine.autocast import Autocast
 from chunkgraph.engine.layout import dense_strides
 from chunkgraph.engine.tree import Call, distinct_tensors, flatten, unflatten
 
-__all__ = ["BackwardSample", "OutputGradients", "leaves_below", "nodes_below", "watched"]
-
 _task_id = torch._C._current_graph_task_id
 
 

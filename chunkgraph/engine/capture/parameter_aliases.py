@@ -18,8 +18,6 @@ from torch import nn
 from chunkgraph.engine.module_tree import entries
 from chunkgraph.errors import CaptureError
 
-__all__ = ["ParameterAliases"]
-
 
 class ParameterAliases:
     """New leaves on the memory of ``parameters``.

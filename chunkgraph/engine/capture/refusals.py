@@ -13,15 +13,6 @@ from chunkgraph.engine.module_tree import entries
 from chunkgraph.engine.tree import Call, argument_paths
 from chunkgraph.errors import CaptureError
 
-__all__ = [
-    "refuse_shared_parameters",
-    "refuse_sparse_gradients",
-    "refuse_undeclared",
-    "refuse_without_backward",
-    "refuse_written",
-]
-
-
 _PLAIN = (torch.Tensor, bool, int, float, complex, str, type(None))
 
 

@@ -21,8 +21,6 @@ from chunkgraph.graphs.operators import OperatorMode, storages_written
 
 _PARTS = ("_modules", "_parameters", "_buffers")
 
-__all__ = ["ChunkState", "restoring", "restoring_parts", "restoring_writes", "versions", "writable"]
-
 
 @dataclass(frozen=True)
 class ChunkState:

@@ -23,8 +23,6 @@ from chunkgraph.engine.capture.output_gradients import nodes_below
 from chunkgraph.engine.layout import span
 from chunkgraph.graphs import AddressRanges, tensor_at
 
-__all__ = ["SavedTensor", "first_difference", "first_nan", "saved_tensors", "what_follows"]
-
 
 @dataclass(frozen=True)
 class SavedTensor:

@@ -22,17 +22,6 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.tree import distinct_tensors
 from chunkgraph.errors import CaptureError
 
-__all__ = [
-    "TO_DO",
-    "Measured",
-    "Noise",
-    "backward_difference",
-    "check_passes",
-    "difference",
-    "forward_difference",
-    "wrong_replay",
-]
-
 # Estimates of a difference from sums in buckets, and the difference of two passes itself, vary.
 _FACTOR = 4.0
 _MOST_NOISE = 0.05  # of a tensor that differs little in two passes by chance

@@ -63,9 +63,6 @@ from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import AddressRanges, GraphBackend
 from chunkgraph.memory import MemoryPlan, PoolPlan, SlotFootprint, prove_disjoint
 
-__all__ = ["BeginPart", "SessionSettings", "capture_session"]
-
-
 BeginPart = Callable[[Hashable | None], None]
 """A function called before each part of a session with the bank of this part; None: all banks."""
 

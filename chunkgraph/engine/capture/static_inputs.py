@@ -1,10 +1,16 @@
-"""The tensors that a graph reads as its inputs, and calls of a chunk with them."""
+"""The tensors that a graph reads as its inputs, and calls of a chunk with them.
+
+A slot loads constant inputs only once. torch counts the writes to a tensor (``_version``), also
+those to views. It does not count writes through ``.data``, by a collective, by another graph's
+replay or by a kernel that torch does not know. So equal counts prove equal values only for a
+tensor without such writes, which its owner must promise by `mark_constant`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,8 +18,6 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.layout import dense_strides, span
 from chunkgraph.engine.tree import Call, flatten
 from chunkgraph.errors import CaptureError
-
-__all__ = ["SlotStatics", "call_with", "static_like"]
 
 
 def call_with(
@@ -103,16 +107,9 @@ class SlotStatics:
         return static.copy_(tensor.detach()).requires_grad_()
 
     def gradient_like(
-        self, index: int, output: torch.Tensor, strides: Sequence[int] | None
+        self, index: int, output: torch.Tensor, strides: tuple[int, ...]
     ) -> torch.Tensor:
-        """Return the static gradient, all zero, of differentiable output ``index``.
-
-        Args:
-            index: number of the output.
-            output: the output.
-            strides: strides of the gradient; None: those of the output.
-        """
-        strides = dense_strides(output) if strides is None else tuple(strides)
+        """Return the static gradient, all zero, of differentiable output ``index``."""
         num_elements = span(output.shape, strides)
         memory = (
             self._place(("gradient", index), (num_elements,), (1,), output)
@@ -132,3 +129,44 @@ class SlotStatics:
             self._memory[key] = memory
         place = torch.empty(0, dtype=like.dtype, device=like.device)
         return place.set_(memory.untyped_storage(), 0, tuple(shape), tuple(strides))
+
+
+_MARK = "_chunkgraph_constant"
+
+
+def mark_constant(tensor: torch.Tensor) -> torch.Tensor:
+    """Promise that only ordinary torch operators write to ``tensor``, if any do.
+
+    As an argument of a captured chunk it is then copied into each slot only once, and again after
+    every write. Meant for masks, position ids and tables that many microbatches share. The promise
+    is broken by writes through ``.data`` or NumPy, by a collective or a graph's replay, by a custom
+    kernel, or in the chunk itself.
+
+    Args:
+        tensor: the object to pass to the chunk; an alias of it is not constant.
+
+    Returns:
+        The same object.
+    """
+    if not tensor.is_inference():  # inference tensors have no version counter: always copied
+        setattr(tensor, _MARK, True)
+    return tensor
+
+
+class LoadedSource(NamedTuple):
+    """The tensor from which a static input was last loaded, and its count of writes then.
+
+    The reference keeps the tensor's id and memory from being reused.
+    """
+
+    tensor: torch.Tensor
+    version: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> LoadedSource | None:
+        """Return the record of a constant tensor; None for other tensors."""
+        return LoadedSource(tensor, tensor._version) if hasattr(tensor, _MARK) else None
+
+    def is_still(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` still holds the values that were loaded."""
+        return tensor is self.tensor and tensor._version == self.version

@@ -20,8 +20,6 @@ from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import Allocation, GraphBackend, block_bytes
 from chunkgraph.memory import MemoryPlan
 
-__all__ = ["WarmUp", "check_memory", "warm_up"]
-
 
 @dataclass(frozen=True)
 class WarmUp:

@@ -21,8 +21,6 @@ from chunkgraph.engine.program import Receive
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs.operators import OperatorMode, replace_leaves, run_to_its_end, tensors_in
 
-__all__ = ["REMEDY", "Deferral", "DeferredTensor", "TracedOperator"]
-
 REMEDY = "Capture the chunk with a whole backward, or use a schedule that splits no backward."
 
 _keys = torch._C.DispatchKey

@@ -16,8 +16,6 @@ from torch import nn
 from chunkgraph.engine.program import Receive
 from chunkgraph.errors import CaptureError
 
-__all__ = ["DelayedModules"]
-
 
 class DelayedModules:
     """The modules of a chunk that delay their weight gradients.

@@ -25,8 +25,6 @@ from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ChunkGraphError
 from chunkgraph.graphs import block_bytes
 
-__all__ = ["SPLIT", "Split", "SplitPlan"]
-
 
 @dataclass(frozen=True)
 class SplitPlan(BackwardPlan):

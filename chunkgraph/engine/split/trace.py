@@ -39,8 +39,6 @@ from chunkgraph.graphs.operators import (
 )
 from chunkgraph.graphs.random_state import draws
 
-__all__ = ["BackwardTracer", "ForwardWatch"]
-
 _WATCHED = "chunkgraph.engine.split"  # a key in the metadata of autograd's nodes
 
 

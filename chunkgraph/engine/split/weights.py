@@ -17,8 +17,6 @@ from chunkgraph.engine.tree import distinct_tensors, flatten
 from chunkgraph.errors import SlotError
 from chunkgraph.slots import SlotMachine
 
-__all__ = ["WeightBackwards"]
-
 _NUM_EAGER = 1 << 16
 """More microbatches than are in flight in any eager step, which has no slots to run out of."""
 

@@ -15,8 +15,6 @@ from chunkgraph.engine.verify.eager_pass import EagerPasses
 from chunkgraph.errors import VerifyError
 from chunkgraph.graphs import GraphBackend
 
-__all__ = ["Verifier"]
-
 _BACKWARD_TO_DO = (
     "  To do: look for writes to the slot between its forward and its backward (an input or "
     "output changed in place, a tensor of the previous step that is still in use), or for Python "

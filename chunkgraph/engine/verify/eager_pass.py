@@ -26,8 +26,6 @@ from chunkgraph.engine.program import GradientOrder, Pass, program_of
 from chunkgraph.engine.tree import Call
 from chunkgraph.graphs import GraphBackend
 
-__all__ = ["EagerPass", "EagerPasses"]
-
 
 @dataclass
 class EagerPass:

@@ -26,8 +26,6 @@ from chunkgraph.engine.verify.base import Verifier
 from chunkgraph.engine.verify.eager_pass import EagerPass
 from chunkgraph.graphs import AddressRanges, Pool
 
-__all__ = ["PoisonVerifier"]
-
 _STALE = (
     "has a NaN where an eager one on the same inputs has none: it read memory that was no longer "
     "its own"

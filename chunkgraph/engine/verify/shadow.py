@@ -22,8 +22,6 @@ from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier
 from chunkgraph.engine.verify.eager_pass import EagerPass
 
-__all__ = ["ShadowVerifier"]
-
 _DIFFERS = "differs from an eager one on the same inputs and random state"
 
 

@@ -47,8 +47,6 @@ from chunkgraph.graphs.recorder.recorded_graph import (
 )
 from chunkgraph.graphs.recorder.simulated_pool import SimulatedPool
 
-__all__ = ["RecorderBackend", "host_call", "is_capturing"]
-
 _aten = torch.ops.aten
 
 

@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from chunkgraph.graphs.failure import check_backward, illegal_operation
 from chunkgraph.graphs.random_state import are_same, draws, explicit_generator
 
-__all__ = ["HostReadGuard", "check_operator"]
-
 _aten = torch.ops.aten
 
 # Tagged as dynamic, but static for the arguments checked below.

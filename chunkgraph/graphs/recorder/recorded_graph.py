@@ -30,8 +30,6 @@ from chunkgraph.graphs.operators import (
 )
 from chunkgraph.graphs.recorder.simulated_pool import SimulatedPool
 
-__all__ = ["Binding", "External", "Operation", "RecordedGraph", "TensorRef", "owner_of"]
-
 _keys = torch._C.DispatchKey
 # Dispatch keys that precede recording, such as autograd and autocast.
 _ABOVE_RECORDING = (

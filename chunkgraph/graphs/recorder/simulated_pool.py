@@ -20,8 +20,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from chunkgraph.graphs.addresses import AddressRanges
 from chunkgraph.graphs.contract import Pool
 
-__all__ = ["SimulatedPool"]
-
 ROUND_BYTES = 512
 SEGMENT_BYTES = 1 << 20
 PAGE_BYTES = 4096

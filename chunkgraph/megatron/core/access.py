@@ -15,16 +15,6 @@ from typing import Any
 
 from chunkgraph.errors import ConfigError, MissingDependencyError
 
-__all__ = [
-    "RANGE",
-    "import_megatron",
-    "is_known",
-    "patch_attributes",
-    "private_names",
-    "refuse_other_releases",
-    "versions",
-]
-
 _FROM, _UP_TO = (0, 16), (0, 19)
 RANGE = "0.16 to 0.19"
 

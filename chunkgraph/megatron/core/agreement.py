@@ -24,15 +24,6 @@ from torch.distributed import distributed_c10d
 from chunkgraph.engine.agreement import Maximum, lost_ranks_named, new_group
 from chunkgraph.megatron.core.access import import_megatron
 
-__all__ = [
-    "Exchange",
-    "StoreMaximum",
-    "agree_by_maximum",
-    "before_groups_end",
-    "exchange_between",
-    "uses_gloo",
-]
-
 _HEADER = struct.Struct(">II")  # of a posted value: the rank's place and the number of bytes
 _uses: Counter[str] = Counter()
 

@@ -23,18 +23,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from chunkgraph.errors import CaptureError
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
 
-__all__ = [
-    "HostTorch",
-    "capture_flag",
-    "has_gpu",
-    "host_full",
-    "is_in_backward",
-    "recomputing",
-    "same_attention",
-    "states_on_device",
-    "without_realtime_tests",
-]
-
 
 def is_in_backward() -> bool:
     """Return whether this thread runs a backward, in which a forward is a recomputation."""

@@ -21,20 +21,6 @@ from torch import nn
 from chunkgraph.engine import GradientMarker
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 
-__all__ = [
-    "DDP_MODULE",
-    "ParameterGates",
-    "call_parameter_gather_hooks",
-    "delay_in_new_configs",
-    "delays",
-    "facts_of_delays",
-    "gathers_parameters",
-    "gradient_marker",
-    "is_fully_sharded",
-    "unwrap_ddp",
-    "wrappers_of",
-]
-
 DDP_MODULE = "megatron.core.distributed.distributed_data_parallel"
 """Name of the module that defines DDP's forward pre-hooks."""
 

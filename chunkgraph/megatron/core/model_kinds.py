@@ -8,8 +8,6 @@ from typing import Any
 
 from chunkgraph.megatron.core.access import private_names
 
-__all__ = ["HybridNames", "fp8_recipe", "is_hybrid_model", "is_stack"]
-
 _HYBRID = "megatron.core.models.hybrid"
 
 

@@ -18,15 +18,6 @@ from torch.overrides import TorchFunctionMode
 
 from chunkgraph.megatron.core.access import import_megatron
 
-__all__ = [
-    "Direction",
-    "TakeBuffer",
-    "default_groups",
-    "is_pipelining_schedule",
-    "is_plain_communicator",
-    "make_communicator",
-]
-
 _COMMUNICATION = "megatron.core.pipeline_parallel.p2p_communication"
 _GROUPS_OF_A_SCHEDULE = ("tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp", "tp_dp_cp")
 

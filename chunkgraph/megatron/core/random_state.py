@@ -11,14 +11,6 @@ import torch
 
 from chunkgraph.megatron.core.access import import_megatron
 
-__all__ = [
-    "RandomStates",
-    "graph_safe_generators",
-    "preserve_rng",
-    "rng_is_graph_safe",
-    "seed_model_parallel",
-]
-
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 

@@ -41,13 +41,6 @@ from torch.overrides import TorchFunctionMode
 from chunkgraph.graphs import host_call
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
 
-__all__ = [
-    "HostRng",
-    "TritonStubFinder",
-    "cpu_host",
-    "share_gloo_device",
-]
-
 _CPU = torch.device("cpu")
 _MOE = "megatron.core.transformer.moe"
 # Methods that take or return a device without a keyword.

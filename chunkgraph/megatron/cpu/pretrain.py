@@ -20,8 +20,6 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import patch_attributes
 from chunkgraph.megatron.cpu.host import cpu_host
 
-__all__ = ["cpu_flags", "cpu_pretrain_host"]
-
 _CAPABILITY = (9, 0)
 _iterate = DataLoader.__iter__
 _TENSOR_TYPES = {

@@ -40,15 +40,6 @@ from chunkgraph.megatron.rules.features import FP8_RULES
 from chunkgraph.megatron.site import Site
 from chunkgraph.settings.rule import Rule
 
-__all__ = [
-    "Fp8State",
-    "PrimaryWeights",
-    "fp8_is_installed",
-    "keeps_transposes",
-    "memory_of",
-    "reset_fp8",
-]
-
 _MODULE = "transformer_engine.pytorch.fp8"
 _FIRST = "is_first_microbatch"
 _NEEDED = (

@@ -30,14 +30,6 @@ from chunkgraph.megatron.rules.features import HYBRID_RULES
 from chunkgraph.megatron.site import Site
 from chunkgraph.settings.rule import Facts, Rule
 
-__all__ = [
-    "Hybrid",
-    "can_recompute_hybrid_layers",
-    "mamba_mixers_of",
-    "packed_mamba_rows",
-    "rows_after_documents",
-]
-
 
 def _has(f: Facts, symbol: str) -> bool:
     return symbol in (f.hybrid_layer_pattern or "")

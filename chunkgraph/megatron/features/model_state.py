@@ -32,8 +32,6 @@ from chunkgraph.megatron.model_part import GROWING_BUFFERS, SCOPE_RULES
 from chunkgraph.megatron.refusals import MODEL_RULES
 from chunkgraph.megatron.site import Site
 
-__all__ = ["CachedTables", "ModelState"]
-
 _GET = "get_cached_cos_sin"
 
 

@@ -30,8 +30,6 @@ from chunkgraph.megatron.site import new_agreement
 if TYPE_CHECKING:
     from chunkgraph.megatron.attachment import MegatronChunkGraphs
 
-__all__ = ["OverflowGuard", "RewindableInputs", "RunStep", "StepState", "running_metrics"]
-
 
 class RewindableInputs:
     """Repeat the items of a schedule's ``data_iterator``, or of a list of them.

@@ -22,8 +22,6 @@ from chunkgraph.megatron.model_part import Call, ModelPart
 from chunkgraph.megatron.site import Site
 from chunkgraph.settings.rule import Rule
 
-__all__ = ["Sharding"]
-
 _FLAG = "use_megatron_fsdp"
 _MEGATRON_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from chunkgraph.engine import ChunkGraphs
     from chunkgraph.megatron.attachment import MegatronChunkGraphs
 
-__all__ = ["ExpertStash"]
-
 _ROWS_PER_PAGE = 4  # of the widest rows; each tensor wastes half a page
 _MARGIN = 0.1
 """Additional pages, as a share of what was needed. It doubles whenever pages ran out."""

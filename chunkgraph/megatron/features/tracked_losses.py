@@ -17,8 +17,6 @@ from chunkgraph.megatron.model_part import ModelPart
 from chunkgraph.megatron.site import Site
 from chunkgraph.settings.rule import Rule
 
-__all__ = ["TokenPrediction"]
-
 _GROUPS = ("reduce_group", "avg_group")
 _PREDICTION = "megatron.core.transformer.multi_token_prediction"
 

@@ -23,8 +23,6 @@ from chunkgraph.settings.rule import Facts, check
 from chunkgraph.settings.words import PROGRAM
 from chunkgraph.slots import plan_schedule, plan_slots
 
-__all__ = ["PipelinePlace", "PipelineSchedule"]
-
 
 @dataclass(frozen=True)
 class PipelineSchedule:

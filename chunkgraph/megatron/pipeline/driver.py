@@ -24,8 +24,6 @@ from chunkgraph.megatron.core.p2p import (
 from chunkgraph.megatron.pipeline.transfers import Exchange, TransferGroups
 from chunkgraph.schedules import Action, Op, Schedule, num_ended_sends, with_transfers
 
-__all__ = ["ScheduleDriver"]
-
 
 class ScheduleDriver:
     """Runs training steps of Megatron by a schedule; call it like Megatron's own functions.

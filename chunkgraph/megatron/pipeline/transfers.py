@@ -17,8 +17,6 @@ import torch.distributed as dist
 from chunkgraph.engine.agreement import new_group
 from chunkgraph.megatron.core.p2p import Direction
 
-__all__ = ["Exchange", "Route", "TransferGroups"]
-
 # NCCL_BUFFSIZE: what one block of a kernel can send before the receive is posted.
 _BLOCK_BUFFER_BYTES = 4 * 2**20
 

@@ -12,16 +12,6 @@ from typing import Any
 from chunkgraph.errors import TopologyError
 from chunkgraph.settings.rule import Facts, Rule, recomputes
 
-__all__ = [
-    "ALL_TO_ALL",
-    "EXPERT_RULES",
-    "MOE_RULES",
-    "PADDED_ROWS_RULES",
-    "STATIC",
-    "balances_by",
-    "uses_dropless",
-]
-
 ALL_TO_ALL = "use {moe_token_dispatcher_type=alltoall}"
 """The remedy that needs no extra package, for dropless experts and a fixed capacity."""
 STATIC = (

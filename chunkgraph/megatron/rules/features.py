@@ -12,18 +12,6 @@ from chunkgraph.megatron.rules.experts import EXPERT_RULES
 from chunkgraph.schedules import FILE_SUFFIX, Placement, get_family, list_schedules
 from chunkgraph.settings.rule import Facts, Rule, recomputes
 
-__all__ = [
-    "BUCKETS_RULE",
-    "CONTEXT_RULES",
-    "FILE_RULES",
-    "FP8_RULES",
-    "HYBRID_RULES",
-    "RECOMPUTE_RULES",
-    "SCHEDULE_RULES",
-    "SLOT_RULES",
-    "STASH_RULES",
-]
-
 
 def _is_named(f: Facts) -> bool:
     name = f.schedule

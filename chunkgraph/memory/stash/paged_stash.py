@@ -22,8 +22,6 @@ from torch import library
 
 from chunkgraph.memory.stash.rows import RowLayout, RowsInUse
 
-__all__ = ["PagedStash", "StashStatus", "Stashed"]
-
 _operators: Any = torch.ops.chunkgraph
 
 
@@ -154,6 +152,7 @@ class PagedStash:
 def take(
     state: torch.Tensor, stack: torch.Tensor, num_rows: torch.Tensor, layout: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take the pages of some rows; the operator ``stash_take`` without Triton."""
     free, required, peak, short = state.split(1)
     sizes, last = RowLayout(*layout), stack.shape[0] - 1
     num_required = (num_rows + (sizes.rows_per_page - 1)) // sizes.rows_per_page
@@ -176,6 +175,7 @@ def store(
     table: torch.Tensor,
     layout: Sequence[int],
 ) -> None:
+    """Copy rows to their pages; the operator ``stash_store`` without Triton."""
     sizes = RowLayout(*layout)
     data = values.reshape(sizes.num_rows, -1).view(torch.uint8).view(sizes.unit)
     _as_rows(pages, sizes).index_put_(_pages_of(places, table, sizes, pages), data)
@@ -188,6 +188,7 @@ def load(
     table: torch.Tensor,
     layout: Sequence[int],
 ) -> None:
+    """Copy rows back from their pages; the operator ``stash_load`` without Triton."""
     sizes = RowLayout(*layout)
     page, row = _pages_of(places, table, sizes, pages)
     data = _as_rows(pages, sizes)[page, row]
@@ -198,6 +199,7 @@ def load(
 def give_back(
     state: torch.Tensor, stack: torch.Tensor, table: torch.Tensor, taken: torch.Tensor
 ) -> None:
+    """Free pages; the operator ``stash_give_back`` without Triton."""
     free, required, _, _ = state.split(1)
     num_required, num_taken = taken.split(1)
     number, last = torch.arange(table.shape[0], device=state.device), stack.shape[0] - 1

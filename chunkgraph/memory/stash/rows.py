@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["RowLayout", "RowsInUse"]
-
 
 @dataclass(frozen=True)
 class RowsInUse:

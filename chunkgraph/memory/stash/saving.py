@@ -14,8 +14,6 @@ from chunkgraph.errors import StashError
 from chunkgraph.memory.stash.paged_stash import PagedStash, Stashed
 from chunkgraph.memory.stash.rows import RowLayout, RowsInUse
 
-__all__ = ["PageMeter", "Saving", "SavingMode"]
-
 _MIN_ROW_BYTES = 64
 """Smaller rows are not stashed: a page table would cost as much."""
 

@@ -16,8 +16,6 @@ import triton.language as tl
 
 from chunkgraph.memory.stash.rows import RowLayout
 
-__all__ = ["give_back", "load", "store", "take"]
-
 _TABLE_BLOCK = 1024
 _MAX_ROW_BLOCK = 1024
 

@@ -31,8 +31,6 @@ from chunkgraph.settings.rule import Rule
 if TYPE_CHECKING:
     from chunkgraph.megatron.attachment import MegatronChunkGraphs
 
-__all__ = ["Contexts", "follow_groups", "refuse_without_groups"]
-
 
 class Contexts(Feature):
     """Context parallelism with a size for each microbatch.

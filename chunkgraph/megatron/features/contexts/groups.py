@@ -15,8 +15,6 @@ from chunkgraph.engine.agreement import new_group
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.megatron.core.access import import_megatron
 
-__all__ = ["ContextGroups", "groups_put_back"]
-
 _ATTRIBUTES = (
     *("cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type", "pg_collection"),
     "tp_cp_group",

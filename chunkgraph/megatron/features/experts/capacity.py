@@ -23,8 +23,6 @@ from chunkgraph.megatron.features.experts.room import Room, RowCounts
 from chunkgraph.megatron.features.experts.rows_in_use import PADDING
 from chunkgraph.megatron.features.experts.unique_indices import scattered_routes
 
-__all__ = ["CapacityExperts", "gather_fixed_rows"]
-
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _ROUTER = "megatron.core.transformer.moe.router"
 _FACTOR = "moe_expert_capacity_factor"

@@ -30,8 +30,6 @@ from chunkgraph.megatron.features.experts.room import Room, RowCounts
 from chunkgraph.megatron.features.experts.unique_indices import scattered_routes
 from chunkgraph.megatron.rules.experts import balances_by
 
-__all__ = ["BoundedSinkhorn", "Dropless"]
-
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _EXPERTS = "megatron.core.transformer.moe.experts"
 _ROUTER = "megatron.core.transformer.moe.router"

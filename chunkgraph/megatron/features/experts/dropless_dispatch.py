@@ -26,8 +26,6 @@ from chunkgraph.megatron.features.experts.dropless_rows import (
 from chunkgraph.megatron.features.experts.room import Room, RowCounts
 from chunkgraph.megatron.features.experts.unique_indices import sum_rows, take_rows
 
-__all__ = ["AllGatherRows", "AllToAllRows", "Dispatch"]
-
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 
 

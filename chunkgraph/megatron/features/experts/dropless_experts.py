@@ -23,8 +23,6 @@ from chunkgraph.megatron.features.experts.grouped_gemm import (
     grouped_linear,
 )
 
-__all__ = ["expert_linears", "experts_on_device", "rebuilt_fused_operations"]
-
 _EXPERTS = "megatron.core.transformer.moe.experts"
 _FUSED = "_with_fused_impl"
 _Linear = Callable[..., tuple[torch.Tensor, Any]]

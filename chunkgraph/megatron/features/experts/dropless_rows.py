@@ -10,15 +10,6 @@ import torch
 
 from chunkgraph.megatron.features.experts.unique_indices import take_once
 
-__all__ = [
-    "ChosenRows",
-    "DeviceSplits",
-    "Shuffle",
-    "padded_rows",
-    "paired_rows",
-    "pieces_of",
-]
-
 
 @dataclass(frozen=True)
 class DeviceSplits:

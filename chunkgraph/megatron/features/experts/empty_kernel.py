@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["zero_empty"]
-
 _BLOCK = 4096
 _NUM_PROGRAMS = 32
 """Programs of each expert, few since most experts have rows and nothing to zero."""

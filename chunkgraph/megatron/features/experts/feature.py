@@ -34,8 +34,6 @@ from chunkgraph.megatron.site import Site, new_agreement
 if TYPE_CHECKING:
     from chunkgraph.megatron.attachment import MegatronChunkGraphs
 
-__all__ = ["Experts", "TokenDrops", "dropped_tokens"]
-
 _log = logging.getLogger(__name__)
 
 TokenDrops = Literal["warn", "count", "raise", "rerun"]

@@ -27,21 +27,6 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import private_names, versions
 from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
 
-__all__ = [
-    "CUBLASLT_NEEDED",
-    "FP8_MULTIPLES",
-    "GroupedGemm",
-    "NativeGemm",
-    "add_biases",
-    "as_one",
-    "choose_gemm",
-    "cublaslt_version",
-    "grouped_linear",
-    "lay_together",
-    "native_need",
-    "version_text",
-]
-
 CUBLASLT_NEEDED = 130801
 """13.8.1: the first version that correctly reads a grouped product's counts on the device."""
 FP8_MULTIPLES = {"tensorwise": 16, "blockwise": 128}

@@ -22,14 +22,6 @@ from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
 from chunkgraph.megatron.rules.experts import ALL_TO_ALL
 from chunkgraph.settings.rule import Facts
 
-__all__ = [
-    "HybridEPBuffer",
-    "HybridEPRows",
-    "deep_ep_version",
-    "has_hybrid_ep",
-    "refuse_without_hybrid_ep",
-]
-
 _CONFIG = "megatron.core.transformer.transformer_config"
 _FUSED = "megatron.core.transformer.moe.fused_a2a"
 _FACTOR = "moe_expert_rank_capacity_factor"

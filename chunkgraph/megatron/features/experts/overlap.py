@@ -17,8 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from chunkgraph.settings.rule import Facts, Rule
 
-__all__ = ["OVERLAP_RULES", "turn_off_overlap"]
-
 _OVERLAP = "overlap_moe_expert_parallel_comm"
 
 

@@ -31,8 +31,6 @@ from chunkgraph.megatron.refusals import facts_of_model
 from chunkgraph.megatron.rules.experts import PADDED_ROWS_RULES, uses_dropless
 from chunkgraph.settings.rule import check
 
-__all__ = ["keep_padding_from_experts", "rows_within_capacity"]
-
 _MASK = "padding_mask"
 _LAYER = "megatron.core.transformer.moe.moe_layer"
 _ROUTER = "megatron.core.transformer.moe.router"

@@ -17,8 +17,6 @@ import torch
 from chunkgraph.megatron.core.capturing import is_in_backward
 from chunkgraph.megatron.rules.experts import balances_by, uses_dropless
 
-__all__ = ["LOAD_OF", "Room", "RowCounts", "factor_for_all"]
-
 LOAD_OF = 1 << 20
 """Unit of loads: integers per 2^20 tokens, because ranks agree on integers."""
 _SHY = 1 - 1e-9

@@ -22,8 +22,6 @@ from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
 from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.memory.stash import RowsInUse
 
-__all__ = ["PADDING", "ExpertScope", "moe_layers_of", "watch_expert_rows"]
-
 PADDING = -1.0
 """The probability that marks a row as padding."""
 

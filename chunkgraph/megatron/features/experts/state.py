@@ -17,15 +17,6 @@ import torch
 from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.megatron.core.access import private_names
 
-__all__ = [
-    "ExpertState",
-    "expert_metrics",
-    "forget_expert_metrics",
-    "routers_of",
-    "scale_expert_metrics",
-    "take_expert_metrics",
-]
-
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 _LOGGING = "megatron.core.transformer.moe.moe_logging"
 _LOSSES = {

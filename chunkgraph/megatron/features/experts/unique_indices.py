@@ -15,8 +15,6 @@ import torch
 
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
 
-__all__ = ["scattered_routes", "sum_rows", "take_once", "take_rows"]
-
 _ROUTER = "megatron.core.transformer.moe.router"
 _ROUTING = "topk_routing_with_score_function"
 

@@ -12,15 +12,6 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.features.packing.params import ARGUMENT, OFFSETS
 from chunkgraph.packing import PackedShape, pack
 
-__all__ = [
-    "PackedBank",
-    "PackingOptions",
-    "ScheduledBanks",
-    "derived_call",
-    "digest_of_plan",
-    "with_cut_offsets",
-]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedBank:

@@ -32,8 +32,6 @@ from chunkgraph.packing.seq_counts import default_buckets_of_shape, default_seq_
 if TYPE_CHECKING:
     from chunkgraph.megatron.features.contexts.groups import ContextGroups
 
-__all__ = ["PackedBanks"]
-
 
 class PackedBanks:
     """The banks of one rank: one for each context-parallel size, length and number of sequences.

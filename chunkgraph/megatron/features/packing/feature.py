@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from chunkgraph.megatron.attachment import MegatronChunkGraphs
     from chunkgraph.megatron.features.packing.banks import PackedBanks
 
-__all__ = ["PackedCalls", "Packing"]
-
 
 class Packing(Feature):
     """Microbatches of documents; every training step receives their lengths or banks.

@@ -22,23 +22,6 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.packing import PackedSequences, PackedShape
 
-__all__ = [
-    "ARGUMENT",
-    "OFFSETS",
-    "PADDING_MASK",
-    "fixed_params",
-    "is_packed",
-    "join_params",
-    "make_params",
-    "num_extra_rows",
-    "refuse_other_context",
-    "refuse_rows_after_offsets",
-    "shares_keys",
-    "split_params",
-    "to_device",
-    "with_extra_rows",
-]
-
 ARGUMENT = "packed_seq_params"
 """The argument of Megatron's models and blocks."""
 

@@ -12,8 +12,6 @@ import torch
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes, private_names
 from chunkgraph.megatron.core.capturing import is_in_backward
 
-__all__ = ["forget_rope_rows", "packed_rope", "rope_rows"]
-
 _MODULE = "megatron.core.models.common.embeddings.rope_utils"
 _CACHE = "_chunkgraph_rope_rows"
 

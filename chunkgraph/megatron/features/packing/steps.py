@@ -18,8 +18,6 @@ from chunkgraph.megatron.features.packing.bank import PackedBank, derived_call, 
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.packing import reason_not_to_fit
 
-__all__ = ["Packings", "StepPlans", "refuse_unknown"]
-
 Packings = Sequence[Sequence[int]]
 """For each microbatch of a step, the tokens of each of its documents."""
 

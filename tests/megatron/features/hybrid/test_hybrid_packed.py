@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from extended_config import config_from_mapping
@@ -16,8 +17,13 @@ from refused import refused
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.features.contexts.feature import Contexts
-from chunkgraph.megatron.features.hybrid import Hybrid, mamba_mixers_of, packed_mamba_rows
-from chunkgraph.packing import PackedShape
+from chunkgraph.megatron.features.hybrid import (
+    Hybrid,
+    mamba_mixers_of,
+    packed_mamba_rows,
+    rows_after_documents,
+)
+from chunkgraph.packing import PackedShape, pack
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything
 
@@ -224,3 +230,22 @@ def test_sizes_that_change_are_refused(chunks: list[Any]) -> None:
     (refusal,) = refused(rules, config, **facts, context_parallel_sizes=(1, 2))
     assert "packing=PackedBanks.of_limits(...) with hybrid model: a Mamba mixer" in refusal
     assert refused(rules, {**config, "context_parallel_size": 2}, **facts) == []
+
+
+# Mamba layers clear the rows after packed documents.
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_they_are_the_tail_of_the_packing_on_every_rank(size: int) -> None:
+    shape = PackedShape(6, 64, context_parallel_size=size)
+    for lengths in ([5, 11, 3], [1], [16, 16, 16, 16], [9, 1, 1, 1, 20]):
+        packed = pack(lengths, shape)
+        offsets, padded = map(torch.from_numpy, (packed.cu_seqlens, packed.cu_seqlens_padded))
+        tail = np.arange(64) >= packed.cu_seqlens_padded[len(lengths)]
+        for rank in range(size):
+            expected = tail if size == 1 else tail[packed.rows_of_rank(rank)]
+            actual = rows_after_documents(offsets, padded, 0, 64 // size, size)
+            assert actual.tolist() == expected.tolist(), (lengths, rank)
+            half = rows_after_documents(offsets, padded, 32 // size, 32 // size, size)
+            assert half.tolist() == expected[32 // size :].tolist()

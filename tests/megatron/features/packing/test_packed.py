@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +28,14 @@ from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
 from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.feature import Packing
-from chunkgraph.megatron.features.packing.params import split_params
-from chunkgraph.packing import ContextLimits, PackedShape
+from chunkgraph.megatron.features.packing.params import (
+    join_params,
+    make_params,
+    refuse_other_context,
+    shares_keys,
+    split_params,
+)
+from chunkgraph.packing import ContextLimits, PackedShape, pack
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything
 
@@ -315,3 +323,63 @@ def test_offsets_are_cut_for_banks_of_context_parallel_sizes(
     }
     attached.detach()
     undo()
+
+
+# Megatron's parameters of packed sequences without a model: split, joined, made, refused.
+
+
+@pytest.mark.every_release
+def test_pieces_come_together_as_they_were(one_rank: Any) -> None:
+    """Also one tensor in two fields, and attributes that a user added."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    offsets = torch.tensor([0, 3, 8], dtype=torch.int32)
+    params = PackedSeqParams("thd", offsets, offsets, None, offsets.clone(), 8, 8)
+    params.more = "more"
+    arguments = split_params(params, "rank 0")
+    assert sum(isinstance(value, torch.Tensor) for value in arguments.values()) == 2
+    arguments["other"] = 1
+    join_params(arguments)
+    again = arguments.pop("packed_seq_params")
+    assert arguments == {"other": 1}
+    assert type(again) is PackedSeqParams
+    assert again.cu_seqlens_q is again.cu_seqlens_kv
+    assert again.cu_seqlens_q.data_ptr() == offsets.data_ptr()
+    assert again.cu_seqlens_q_padded is None
+    assert again.cu_seqlens_kv_padded is not again.cu_seqlens_q
+    assert (again.max_seqlen_q, again.more) == (8, "more")
+    assert copy.copy(again).qkv_format == "thd"
+    with pytest.raises(ConfigError, match="Pass Megatron's PackedSeqParams"):
+        split_params(SimpleNamespace(), "rank 0")
+
+
+@pytest.mark.every_release
+def test_a_shape_for_another_context_parallel_size_is_refused() -> None:
+    shape = PackedShape(4, 32, context_parallel_size=2)
+    alone = SimpleNamespace(context_parallel_size=1)
+    with pytest.raises(ConfigError, match="for context_parallel_size 2, but the model has 1"):
+        refuse_other_context(shape, alone)
+    refuse_other_context(shape, SimpleNamespace(context_parallel_size=2))
+
+
+@pytest.mark.every_release
+@pytest.mark.parametrize("counts_padding", [False, True])
+def test_attention_gets_tokens_rows_and_padding(counts_padding: bool) -> None:
+    shape = PackedShape(4, 32, context_parallel_size=2, counts_padding=counts_padding)
+    params = make_params(pack([5, 8], shape), torch.device("cpu"))
+    ends = [0, 8, 16, 16, 16] if counts_padding else [0, 5, 13, 13, 13]
+    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == ends
+    assert params.cu_seqlens_q_padded.tolist() == [0, 8, 16, 32, 32]
+    assert params.cu_seqlens_kv_padded is params.cu_seqlens_q_padded
+    if hasattr(type(params), "pad_between_seqs"):  # Megatron-core 0.17 and later
+        assert params.pad_between_seqs is True
+
+
+@pytest.mark.every_release
+def test_keys_are_shared_by_what_the_model_or_its_arguments_say() -> None:
+    heads = {"num_attention_heads": 4, "num_query_groups": 1}
+    assert shares_keys(SimpleNamespace(**heads))
+    # Megatron's arguments have 1 group if heads share no keys.
+    assert not shares_keys(SimpleNamespace(**heads, group_query_attention=False))
+    assert shares_keys(SimpleNamespace(**heads, group_query_attention=True))
+    assert not shares_keys(SimpleNamespace(num_attention_heads=4))

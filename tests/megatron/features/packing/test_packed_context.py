@@ -19,7 +19,7 @@ _COUNTS = [3, 1, 2]
 _ONE_LAYER: dict[str, Any] = {"model": {"num_layers": 1}}
 _EXPERTS = {**EXPERTS, "moe_expert_capacity_factor": 2.0}
 _WITH_EXPERTS: dict[str, Any] = {
-    "spec": "split_specs:split_experts",
+    "spec": "context_specs:split_experts",
     "model": {"swiglu": True, "normalization": "LayerNorm", "num_layers": 1},
 }
 _HYBRID: dict[str, Any] = {
@@ -50,7 +50,7 @@ def make_case(make_config: Callable[..., Any], text: Path) -> Case:
         counts: list[int],
         *,
         size: int = _SIZE,
-        spec: str = "split_specs:split",
+        spec: str = "context_specs:split",
         seed: int = 1,
         seqs: int = 16,
         scope: str = "chunk",
@@ -113,12 +113,12 @@ def test_graphs_equal_eager(
             {
                 "chunk": make_case([2, 3], model={"hidden_dropout": 0.1}, verify="shadow"),
                 "padding_of_nan": make_case(
-                    [2, 3, 1], spec="split_specs:split_poisoned", scope="block", verify="poison"
+                    [2, 3, 1], spec="context_specs:split_poisoned", scope="block", verify="poison"
                 ),
                 "overflow": make_case([2, 3, 1, 2, 3, 1], seqs=4, **_ONE_LAYER),
                 # Padding between documents counts; NaN fills the rows after them.
                 "grouped": {
-                    **make_case([2, 3], spec="split_specs:split_poisoned", verify="poison"),
+                    **make_case([2, 3], spec="context_specs:split_poisoned", verify="poison"),
                     "transformer_options": {"num_query_groups": 2},
                 },
             }
