@@ -24,7 +24,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_help_fits_80_columns_and_names_every_flag(
+def test_help_fits_on_two_screens_and_names_every_flag(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -33,6 +33,7 @@ def test_help_fits_80_columns_and_names_every_flag(
     assert end.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
+    assert len(lines) <= 80
     text = "\n".join(lines)
     for item in FLAGS:
         choices = ("false", "true") if item.kind is bool else item.choices
@@ -172,16 +173,3 @@ def test_flags_that_make_no_sense_are_refused() -> None:
         read_flags(_parse("--cuda-graph-verify", "poison"))
     with pytest.raises(ConfigError, match="num_warmup_steps is -1; it must be"):
         read_flags(_parse("--cuda-graph-granularity", "chunk", "--cuda-graph-warmup-steps", "-1"))
-    with pytest.raises(ConfigError, match="--cuda-graph-max-packed-seqs is -1; it must be greater"):
-        read_flags(
-            _parse("--cuda-graph-granularity", "chunk", "--cuda-graph-max-packed-seqs", "-1")
-        )
-
-
-def test_its_help_fits_on_two_screens(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main(["launch", "--help"])
-    assert len(capsys.readouterr().out.splitlines()) <= 80

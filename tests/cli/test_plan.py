@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -10,17 +11,40 @@ from pathlib import Path
 import pytest
 from commands import output_of_python
 from drawn_schedules import CASES
-from plan_config import CONFIG
 from rich.console import Console
 
-from chunkgraph.cli import plan_export
+from chunkgraph.cli import plan, plan_export
 from chunkgraph.cli.__main__ import main
 from chunkgraph.cli.plan_export import Grid
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import CostModel, build_schedule, list_schedules
 
 REPOSITORY = Path(__file__).parents[2]
+CONFIG = """\
+model:
+  {num_layers: 8, hidden_size: 64, ffn_hidden_size: 256, num_attention_heads: 4, seq_length: 32}
+pipeline: {pipeline_model_parallel_size: 2, virtual_pipeline_model_parallel_size: 2}
+train: {num_microbatches: [4, 6, 2]}
+"""
 _ONE_CHUNK = ("pipeline.virtual_pipeline_model_parallel_size=null",)
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments):
+        parser = argparse.ArgumentParser(prog="chunkgraph")
+        plan.add_parser(parser.add_subparsers(dest="command", required=True))
+        assert plan.run(parser.parse_args(["plan", *map(str, arguments)])) == 0
+        return capsys.readouterr().out
+
+    return call
 
 
 def test_json_has_one_object_per_rank(run):

@@ -66,11 +66,6 @@ def test_the_option_after_the_script_is_noticed(
     assert f"{option.partition('=')[0]} belongs before the script" in capsys.readouterr().err
 
 
-def test_a_schedule_is_named_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--pp", "2", "--schedule", "zbh1"]) == 2
-    assert "Did you mean 'zb-h1'?" in capsys.readouterr().err
-
-
 def test_a_key_of_another_section_that_is_only_similar_is_not_suggested(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

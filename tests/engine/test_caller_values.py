@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import Apply, capture
+from toys import Apply, capture, rows
 
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.engine.bits import same_bits
@@ -58,10 +58,6 @@ def both(backend: GraphBackend) -> Callable[..., Any]:
         return of_run
 
     return run
-
-
-def rows(module: nn.Module, **options: Any) -> torch.Tensor:
-    return torch.randn(4, 8, device=next(module.parameters()).device, **options)
 
 
 def test_outputs_keep_their_strides(both: Callable[..., None]) -> None:

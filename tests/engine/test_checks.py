@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from toys import Apply, capture, counting, train
+from toys import Apply, Operators, capture, counting, train
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.errors import CaptureError, ReplayMismatchError, VerifyError
@@ -269,11 +268,6 @@ def test_torchs_data_parallelism_is_refused(
 # -- contexts --------------------------------------------------------------------------------------
 
 
-class Dispatch(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 class Function(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -281,7 +275,7 @@ class Function(TorchFunctionMode):
 
 CONTEXTS: dict[str, tuple[Callable[[], Any], str]] = {
     "anomaly": (torch.autograd.detect_anomaly, "anomaly detection"),
-    "dispatch": (Dispatch, "Dispatch"),
+    "dispatch": (Operators, "Operators"),
     "function": (Function, "Function"),
     "saved tensors": (
         lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),

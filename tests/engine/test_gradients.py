@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import Apply, all_equal, capture, train
+from toys import Apply, all_equal, capture, rows, train
 
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.engine.bits import same_bits
@@ -204,10 +204,6 @@ def test_gradients_may_lie_in_a_flat_buffer(backend: GraphBackend) -> None:
 
 
 # Parameters whose gradients come from several engines or chunks.
-
-
-def rows(module: nn.Module, **options: Any) -> torch.Tensor:
-    return torch.randn(4, 8, device=next(module.parameters()).device, **options)
 
 
 def test_two_engines_may_share_a_parameter_in_turn(backend: GraphBackend) -> None:

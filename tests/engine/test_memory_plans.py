@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from pool_plans import use_plan
 from torch import nn
-from toys import Apply, capture
+from toys import Apply, capture, use_plan
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.capture import session

@@ -137,20 +137,12 @@ def test_pretrain_equals_the_run_without_the_flag(case: str, tmp_path: Path) -> 
 @pytest.mark.megatron
 @pytest.mark.gpu
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize("case", [name for name in CASES if name.startswith("dp2-fp8-weights")])
-def test_fp8_weights_of_one_rank(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [*(n for n in CASES if n.startswith("dp2-fp8")), *HYBRIDEP])
+def test_one_rank(case: str, tmp_path: Path) -> None:
+    """FP8 weights, and HybridEP."""
     _skip_without_packages(case)
-    _compare(tmp_path, CASES[case], num_processes=1)
-
-
-@pytest.mark.megatron
-@pytest.mark.gpu
-@pytest.mark.timeout(360)
-@pytest.mark.parametrize("case", HYBRIDEP)
-def test_hybridep_of_one_rank(case: str, tmp_path: Path) -> None:
-    _skip_without_packages(case)
-    flags = [*CASES[case], "--expert-model-parallel-size", "1"]
-    _compare(tmp_path, flags, num_processes=1)
+    alone = ["--expert-model-parallel-size", "1"] if case in HYBRIDEP else []
+    _compare(tmp_path, [*CASES[case], *alone], num_processes=1)
 
 
 def _skip_without_packages(case: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,13 +35,13 @@ def train_on_gpus(
     Returns:
         The exact log of the last rank, and the output.
     """
-    done = subprocess.run(
+    done = finished(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", str(num_processes), "-m", "chunkgraph.launch", *arguments),
             *("--exact-log", folder / name, "--data-cache-path", folder / "cache"),
         ],
-        env={
+        {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "PYTHONWARNINGS": "ignore",
@@ -50,10 +49,7 @@ def train_on_gpus(
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
             **variables,
         },
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
+        timeout_s=170.0,
         cwd=folder,
     )
     output = done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, Counters
 from chunkgraph.graphs import Graph, GraphBackend
+from chunkgraph.memory import MemoryPlan
 
 
 class Tower(nn.Module):
@@ -45,6 +47,11 @@ def towers(backend: GraphBackend, *syncs: bool) -> list[Tower]:
 def sample(backend: GraphBackend, rows: int = 4) -> torch.Tensor:
     """Draw the input (rows, 8) of a tower."""
     return torch.randn(rows, 8, device=backend.device, requires_grad=True)
+
+
+def rows(module: nn.Module, **options: Any) -> torch.Tensor:
+    """Draw an input (4, 8) on a module's device."""
+    return torch.randn(4, 8, device=next(module.parameters()).device, **options)
 
 
 def train_microbatch(call: Callable[..., Any], x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -112,6 +119,12 @@ def capture(
     graphs = ChunkGraphs([chunk], [num_slots], backend=backend, options=CaptureOptions(**options))
     graphs.capture([sample])
     return graphs
+
+
+def use_plan(graphs: ChunkGraphs, plan: MemoryPlan, *, prove: bool = True) -> None:
+    """Capture under another plan than that of the slots; without the proof, if it would refuse."""
+    settings = dataclasses.replace(graphs._capturer.settings, memory_plan=plan, prove=prove)
+    graphs._capturer = dataclasses.replace(graphs._capturer, settings=settings)
 
 
 class Operators(TorchDispatchMode):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from pool_plans import use_plan
 from split_models import (
     MODELS,
     WIDTH,
@@ -22,7 +21,7 @@ from split_models import (
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from toys import Operators
+from toys import Operators, use_plan
 
 from chunkgraph.engine import StepMode
 from chunkgraph.errors import MemoryPlanError

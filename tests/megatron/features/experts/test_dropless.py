@@ -10,6 +10,7 @@ import pytest
 import torch
 from expert_cases import BIASED, EXPERTS, GROUPED, OVERLAP, case
 from packed_cases import all_but_the_first_replay
+from small_settings import RECOMPUTED
 
 from chunkgraph.megatron.features.experts.dropless import BoundedSinkhorn
 from chunkgraph.megatron.features.experts.room import Room
@@ -17,7 +18,7 @@ from chunkgraph.megatron.features.experts.room import Room
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 
 # Megatron's own experts with biases fail on one rank.
-_UNBIASED = {"add_bias_linear": False}
+_PLAIN = {"swiglu": False, "add_bias_linear": False}
 _GATHERED = {"moe_token_dispatcher_type": "allgather"}
 _RANDOM_LOADS = {"moe_router_force_load_balancing": True}
 
@@ -73,7 +74,7 @@ def test_one_rank(
                     },
                 ),
                 "random_loads": case(make, EXPERTS, options=_RANDOM_LOADS),
-                "plain": case(make, EXPERTS, model={"swiglu": False}, options=_UNBIASED),
+                "plain": case(make, EXPERTS, model=_PLAIN),
                 "overlapped": case(make, BIASED, options=OVERLAP, capture={"verify": "poison"}),
                 "half_precision": case(make, BIASED, model={"params_dtype": "bfloat16"}),
                 "predicting": case(make, EXPERTS, options={"mtp_num_layers": 1}, capture=whole),
@@ -85,12 +86,7 @@ def test_one_rank(
                 "recomputed_layers": case(
                     make,
                     EXPERTS,
-                    model={
-                        "recompute_granularity": "full",
-                        "recompute_method": "uniform",
-                        "recompute_num_layers": 1,
-                        "hidden_dropout": 0.0,
-                    },
+                    model={**RECOMPUTED, "hidden_dropout": 0.0},
                     capture=whole,
                 ),
             }

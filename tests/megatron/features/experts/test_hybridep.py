@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from deep_ep_config import HOLDS
 from refused import refused
 
 from chunkgraph.engine import Chunk, ChunkGraphs, Host
@@ -22,6 +21,21 @@ from chunkgraph.megatron.features.experts.room import Room
 from chunkgraph.megatron.rules.experts import MOE_RULES, PADDED_ROWS_RULES
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
+
+HOLDS: dict[str, Any] = {
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "flex",
+    "moe_flex_dispatcher_backend": "hybridep",
+    "moe_expert_rank_capacity_factor": 1.5,
+    "use_transformer_engine_op_fuser": True,
+    "moe_grouped_gemm": True,
+    "moe_router_dtype": "fp32",
+    "gated_linear_unit": True,
+    "bf16": True,
+    "expert_model_parallel_size": 2,
+}
+"""A model whose experts HybridEP serves."""
 
 RANK_FACTOR = "moe_expert_rank_capacity_factor"
 

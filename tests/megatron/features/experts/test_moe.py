@@ -9,6 +9,7 @@ from typing import Any
 import expert_cases
 import pytest
 from packed_cases import all_but_the_first_replay
+from small_settings import RECOMPUTED
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 
@@ -36,13 +37,12 @@ def test_one_rank(
     run_equal: Callable[..., Any], make: Callable[..., Any], once: Callable[..., Any]
 ) -> None:
     """Score functions, losses, expert bias, shared experts, dispatchers, dense layers, scopes."""
-    layers = {"recompute_granularity": "full", "recompute_method": "uniform"}
     more = once(
         {
             "half_precision": make(_BIASED, model={"params_dtype": "bfloat16"}),
             "recomputed_layers": make(
                 _EXPERTS,
-                model={**layers, "recompute_num_layers": 1, "hidden_dropout": 0.0},
+                model={**RECOMPUTED, "hidden_dropout": 0.0},
                 capture={"scope": "chunk"},
             ),
         }

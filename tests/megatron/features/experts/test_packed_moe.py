@@ -10,7 +10,7 @@ import pytest
 import torch
 from expert_cases import EXPERTS
 from extended_config import config_from_mapping
-from packed_flights import differing, packed_batch
+from packed_flights import SHAPE, differing, packed_batch
 from poison import Poisoned
 
 from chunkgraph.engine import StepPlan
@@ -26,7 +26,6 @@ from chunkgraph.trainer.setup import seed_everything
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(100)]
 
-_SHAPE = PackedShape(6, 32)
 # Two microbatches each; graphs are captured with the first pair.
 _PACKINGS = [
     [[10, 8, 6], [32]],
@@ -102,7 +101,7 @@ class _Model:
                     **_CASES[case],
                 },
                 train={"micro_batch_size": 1},
-                packing={"max_packed_seqs": _SHAPE.max_packed_seqs, "max_packed_tokens": 32},
+                packing={"max_packed_seqs": SHAPE.max_packed_seqs, "max_packed_tokens": 32},
             )
         )
         forget_expert_metrics()
@@ -117,7 +116,7 @@ class _Model:
         self.close: Callable[[], None] = lambda: None
         if isinstance(graphs, dict):
             self.graphs = attach(
-                chunks, num_slots=[2], packing=_SHAPE, **{"token_drops": "count", **graphs}
+                chunks, num_slots=[2], packing=SHAPE, **{"token_drops": "count", **graphs}
             )
             self.close = self.graphs.detach
         elif graphs is None:

@@ -109,10 +109,7 @@ def test_one_rank(
     }
     assert num_packings(cases["packed_apart"]) > 2
     if _KNOWS_STAGES:
-        everything = {"recompute_granularity": "full", "recompute_method": "uniform"}
-        cases["recompute"] = make_case(
-            "M*", [1, 2], packed=True, model={**everything, "recompute_num_layers": 1}
-        )
+        cases["recompute"] = make_case("M*", [1, 2], packed=True, model=RECOMPUTED)
     all_but_the_first_replay(run_equal(cases, 1))
 
 

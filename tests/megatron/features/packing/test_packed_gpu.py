@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from packed_cases import GPU_MODEL, all_but_the_first_replay
+from small_settings import RECOMPUTED
 from training_needs import NEEDS_ENGINE
 
 from chunkgraph.packing import PackedShape, pack
@@ -41,11 +42,7 @@ _CASES = {
     "rope_by_row_recompute": (
         _MANY,
         {"scope": "chunk"},
-        {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        },
+        RECOMPUTED,
     ),
     # Eager training then uses Transformer Engine's own kernel by row.
     "rope_by_row_of_300": (
@@ -58,9 +55,7 @@ _CASES = {
         {"scope": "chunk"},
         {
             **_UNFUSED,
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
+            **RECOMPUTED,
         },
     ),
     "fewer_sequences": ({"max_packed_seqs": 80}, {"scope": "chunk", "verify": "poison"}, {}),

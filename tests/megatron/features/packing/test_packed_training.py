@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import packed_cases
 import pytest
 from expert_cases import EXPERTS
 from extended_config import extended
@@ -315,3 +316,46 @@ def test_experts_of_split_sequences_in_a_pipeline(
         sequence_parallel=True,
     )
     _check(run_equal({"pp2_tp2": case}, 4))
+
+
+# Multi-latent attention with YARN on packed documents, on a CPU: chunk graphs equal eager.
+
+
+@pytest.fixture
+def make(
+    make_config: Callable[..., Any],
+    write_documents: Callable[..., Path],
+) -> Callable[..., dict[str, Any]]:
+    """Return a function that makes a run of two layers on documents of 3 to 23 bytes."""
+    if not packed_cases.HAS_LATENT:
+        pytest.skip("this release's multi-latent attention cannot be built on a CPU")
+    text = write_documents(range(2, 23))
+    return lambda kind, counts, **more: packed_cases.cpu_case(
+        text, make_config, kind, counts, **more
+    )
+
+
+@pytest.mark.megatron
+@pytest.mark.every_release
+def test_latent_attention(
+    run_equal: Callable[..., Any], make: Callable[..., dict[str, Any]]
+) -> None:
+    cases = {
+        "block": make("latent", [2, 3, 1], capture={"verify": "poison"}),
+        "chunk": make("latent", [2, 3], capture={"scope": "chunk"}),
+    }
+    packed_cases.all_but_the_first_replay(run_equal(cases, 1))
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_latent_attention_on_two_ranks(
+    run_equal: Callable[..., Any], make: Callable[..., dict[str, Any]]
+) -> None:
+    """Two stages, and two ranks that share every document."""
+    chunk = {"capture": {"scope": "chunk"}}
+    cases = {
+        "pp2": make("latent", [3, 1, 2], pipeline_model_parallel_size=2, **chunk),
+        "cp2": make("shared_latent", [2, 3], context_parallel_size=2),
+    }
+    packed_cases.all_but_the_first_replay(run_equal(cases, 2))
