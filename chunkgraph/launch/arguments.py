@@ -265,7 +265,7 @@ def equal_facts(args: argparse.Namespace) -> dict[str, object]:
 
 def _turn_off(args: argparse.Namespace, schedule: str) -> Iterator[str]:
     """Turn off flags that change no result and that a graph cannot hold; yield a line on each."""
-    modules = {name: [] for name in _MODULES if getattr(args, name, None)}
+    modules: dict[str, list[str]] = {name: [] for name in _MODULES if getattr(args, name, None)}
     if args.cuda_graph_granularity == "chunk" and (
         modules or getattr(args, "cuda_graph_impl", None) == "transformer_engine"
     ):
