@@ -91,7 +91,9 @@ def check_counts(num_chunks: int, num_slots: int | Iterable[int]) -> tuple[int, 
     return counts
 
 
-def default_backend(chunks: Sequence[Chunk], *, memset_kernels: bool = True) -> GraphBackend:
+def default_backend(
+    chunks: Sequence[Chunk], *, memset_kernels: bool = True, can_sleep: bool = False
+) -> GraphBackend:
     """Return the backend of the parameters' device: CUDA graphs or the CPU recorder.
 
     Raises:
@@ -109,8 +111,8 @@ def default_backend(chunks: Sequence[Chunk], *, memset_kernels: bool = True) -> 
         )
     device = devices.pop()
     if device.type == "cuda":
-        return CUDABackend(device, memset_kernels=memset_kernels)
-    return RecorderBackend()
+        return CUDABackend(device, memset_kernels=memset_kernels, can_sleep=can_sleep)
+    return RecorderBackend(can_sleep=can_sleep)
 
 
 def rank_label(chunks: Sequence[Chunk]) -> str:

@@ -80,6 +80,7 @@ class ChunkGraphs:
         counters: see `Counters`.
         failure: error of the last capture session, or None.
         mode: how the callables run now.
+        is_asleep: whether the last `sleep` was followed by no `wake` or `release`.
     """
 
     def __init__(
@@ -100,9 +101,12 @@ class ChunkGraphs:
         self._num_slots = arguments.check_counts(len(self.chunks), num_slots)
         self.counters = Counters()
         self.mode = StepMode.OUTSIDE
+        self.is_asleep = False
         self.failure: CaptureError | None = None
         self._backend = backend or arguments.default_backend(
-            self.chunks, memset_kernels=self.options.memset_kernels
+            self.chunks,
+            memset_kernels=self.options.memset_kernels,
+            can_sleep=self.options.can_sleep,
         )
         self._decider = StepDecider(agree or agree_alone, self._state, takes_misfits=takes_misfits)
         self._captured: GraphSet | None = None
@@ -239,6 +243,7 @@ class ChunkGraphs:
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("A step began inside a step. End the outer step first.")
+        self._refuse_asleep("A step began")
         request = StepRequest(forward_only, shape_key, eager, plan or StepPlan())
         step = self._decider.resolve(request)
         misfit, banks = step.plan.misfit, step.plan.banks
@@ -371,6 +376,7 @@ class ChunkGraphs:
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("capture() was called inside a step; capture between steps.")
+        self._refuse_asleep("capture() was called")
         if self._captured is not None:
             raise CaptureError(
                 "The chunks are already captured; call release() before capturing again."
@@ -428,6 +434,7 @@ class ChunkGraphs:
             self._backend.synchronize()
             captured.release()
             self._was_released = True
+        self.is_asleep = False
         self._of_capture = ()
         self._was_replaced = False
         self._replayer.drop()
@@ -439,6 +446,53 @@ class ChunkGraphs:
             # Otherwise the pools stay reserved, and eager steps cannot use their memory.
             gc.collect()
             self._backend.release_workspaces()
+
+    def sleep(self) -> None:
+        """Give the memory of slots, scratch and static inputs back; the graphs stay captured.
+
+        All ranks call it between the same two steps. It first waits for the device. Parameters,
+        buffers, gradients and what libraries allocate stay. While asleep no step may begin; it does
+        nothing if the graphs sleep already.
+
+        Raises:
+            ConfigError: the backend was made without ``can_sleep``.
+            SlotError: a step is running.
+        """
+        if self.mode is not StepMode.OUTSIDE:
+            raise SlotError("sleep() was called inside a step; sleep between steps.")
+        if not self._backend.can_sleep:
+            raise ConfigError(
+                "sleep() was called, but the graphs' memory cannot be given back. Pass "
+                "CaptureOptions(can_sleep=True), or a backend with can_sleep=True."
+            )
+        if not self.is_asleep:
+            self._backend.synchronize()
+            if self._captured is not None:
+                self._captured.pools.sleep()
+            self._backend.release_cached_memory()
+            self.is_asleep = True
+
+    def wake(self) -> None:
+        """Get the memory back, at the same addresses; all ranks call it between the same steps.
+
+        Nothing happens if the graphs are awake.
+
+        Raises:
+            torch.OutOfMemoryError: too little memory is free; the graphs still sleep, and `wake`
+                can be called again.
+        """
+        if self.is_asleep:
+            self._backend.release_cached_memory()
+            if self._captured is not None:
+                self._captured.wake()
+            self.is_asleep = False
+
+    def _refuse_asleep(self, what: str) -> None:
+        if self.is_asleep:
+            raise SlotError(
+                f"{what} while the graphs sleep. Call wake() before, on every rank, or release() "
+                "to go on without graphs."
+            )
 
     def watch_memory(self, is_replaced: Callable[[], bool], release: Callable[[], None]) -> None:
         """Capture again after a library has replaced, on any rank, memory that graphs use.

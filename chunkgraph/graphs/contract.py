@@ -41,6 +41,25 @@ class Pool(Protocol):
         """
 
     @abstractmethod
+    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        """Allocate at least 1 byte, outside of captures, until its last tensor is freed."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Give the memory back to the device, which has finished all work; keep the addresses.
+
+        Only for pools of a backend with ``can_sleep``. `reserved` stays as it is.
+        """
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Get memory for the same addresses, with undefined contents.
+
+        Raises:
+            torch.OutOfMemoryError: Too little is free; the pool still sleeps.
+        """
+
+    @abstractmethod
     def live(self) -> AddressRanges:
         """Return the addresses of the blocks in use."""
 
@@ -122,6 +141,8 @@ class GraphBackend(Protocol):
     """Whether eager work on this device always repeats its bits."""
     memsets_kept: str
     """Why small memsets are not replaced by kernels; "" if they are."""
+    can_sleep: bool
+    """Whether pools can give their memory back and get it again; each is then one range."""
     default_generator: torch.Generator
     """The random generator that graphs draw from by default."""
 

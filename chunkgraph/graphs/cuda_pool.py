@@ -5,27 +5,64 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 import torch
 
+from chunkgraph.errors import ConfigError
 from chunkgraph.graphs.addresses import AddressRanges, tensor_at
 from chunkgraph.graphs.allocations import Allocation, AllocationLog
+from chunkgraph.graphs.arena import Arena
 from chunkgraph.graphs.contract import Pool
 
 __all__ = ["CUDAPool", "CudaAllocations"]
 
 
 class CUDAPool(Pool):
-    """A private pool of the caching allocator."""
+    """A private pool of the caching allocator.
 
-    def __init__(self, label: str, device: torch.device, stream: torch.cuda.Stream) -> None:
+    Args:
+        label: Name of the pool in errors.
+        device: Its device.
+        stream: The capture stream: a freed block serves only its own stream.
+        can_sleep: Whether its memory is an `Arena`.
+
+    Raises:
+        ConfigError: It can sleep, but this torch takes no memory from arenas.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        device: torch.device,
+        stream: torch.cuda.Stream,
+        *,
+        can_sleep: bool = False,
+    ) -> None:
         self.label = label
         self.device = device
-        self._stream = stream  # the capture stream: a freed block serves only its own stream
-        self.handle = torch.cuda.graph_pool_handle()
+        self._stream = stream
+        self._arena: Arena | None = None
         self._is_held = False
+        if can_sleep:
+            self._begin_arena()
+        else:
+            self.handle = torch.cuda.graph_pool_handle()
+
+    def _begin_arena(self) -> None:
+        with torch.cuda.device(self.device):
+            self._arena = Arena(self.device.index)
+            pool = torch.cuda.MemPool(self._arena.allocator)
+        self.handle = pool.id
+        self.hold()
+        self.allocate(1)
+        if not self._arena.num_segments:
+            raise ConfigError(
+                f"can_sleep=True, but torch {torch.__version__} did not ask the arena of "
+                f"{self.label} for memory. Unset expandable_segments in PYTORCH_ALLOC_CONF and "
+                "PYTORCH_CUDA_ALLOC_CONF, or use torch 2.11 or newer."
+            )
 
     def hold(self) -> None:
         """Create the pool and keep it while this object lives, not only while its graphs do."""
@@ -34,7 +71,7 @@ class CUDAPool(Pool):
             index = self.device.index
             torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
             torch._C._cuda_endAllocateToPool(index, self.handle)
-            weakref.finalize(self, torch._C._cuda_releasePool, index, self.handle).atexit = False
+            weakref.finalize(self, _release, index, self.handle, self._arena).atexit = False
 
     @contextmanager
     def serving_this_thread(self) -> Iterator[None]:
@@ -59,8 +96,26 @@ class CUDAPool(Pool):
         """
         if num_bytes > 0 and not _keeps_large_blocks_whole():
             self.hold()
-            with torch.cuda.stream(self._stream), self.serving_this_thread():
-                torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            if self._arena is not None:
+                with suppress(torch.OutOfMemoryError):  # torch raises one that says more
+                    self._arena.prepare(num_bytes)
+            with torch.cuda.stream(self._stream):
+                self.allocate(num_bytes)
+
+    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        """See `Pool`."""
+        with self.serving_this_thread():
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+
+    def sleep(self) -> None:
+        """See `Pool`."""
+        assert self._arena is not None
+        self._arena.sleep()
+
+    def wake(self) -> None:
+        """See `Pool`."""
+        assert self._arena is not None
+        self._arena.wake()
 
     def live(self) -> AddressRanges:
         """Return the addresses of allocated blocks, from the allocator's snapshot."""
@@ -82,6 +137,13 @@ class CUDAPool(Pool):
     def _segments(self) -> list[dict]:
         pool_id = tuple(self.handle)
         return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool_id]
+
+
+def _release(device: int, handle: tuple[int, int], arena: Arena | None) -> None:
+    """Free a pool once its graphs are gone and the allocator's cache is emptied."""
+    torch._C._cuda_releasePool(device, handle)
+    if arena is not None:
+        arena.retire()
 
 
 def _keeps_large_blocks_whole() -> bool:

@@ -431,6 +431,19 @@ class MegatronChunkGraphs:
         names = [f"stage {place.stage(c)} chunk {c}" for c in range(len(self.site.parts))]
         self.engine.observe(ReplayRanges(names))
 
+    def sleep(self) -> None:
+        """Give the memory of the graphs back. See `ChunkGraphs.sleep`."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """Get the memory of the graphs again. See `ChunkGraphs.wake`."""
+        self.engine.wake()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Return whether the graphs sleep."""
+        return self.engine.is_asleep
+
     def release(self) -> None:
         """Free the graphs; the model stays attached and runs eagerly until the next capture."""
         self.engine.release()

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
 from chunkgraph.graphs import GraphBackend, Pool
 
 __all__ = ["MemoryPlan", "PoolPlan", "plan_for_slots"]
@@ -43,6 +45,12 @@ class PoolPlan:
         plan: See the module's table.
         backend: Backend that creates the pools.
         label: Prefix of the pools' names.
+
+    Attributes:
+        scratch: The pool that all backwards share, if they do.
+        static: The pool of inputs and gradients that the graphs read; None if they do not sleep
+            and lie outside of all pools.
+        slot_pools: The pools of the slots.
     """
 
     def __init__(self, plan: MemoryPlan, backend: GraphBackend, label: str) -> None:
@@ -52,6 +60,7 @@ class PoolPlan:
         self.scratch: Pool | None = None
         if plan != "pool_per_slot":
             self.scratch = backend.new_pool(f"{label} scratch")
+        self.static = backend.new_pool(f"{label} inputs") if backend.can_sleep else None
         self.slot_pools: list[Pool] = []
 
     def forward_pool(self, slot_label: str, num_bytes: int = 0) -> Pool:
@@ -80,5 +89,38 @@ class PoolPlan:
 
     @property
     def pools(self) -> list[Pool]:
-        """Return all pools of the session."""
+        """Return all pools that graphs of the session allocate from."""
         return [*self.slot_pools, *([self.scratch] if self.scratch else [])]
+
+    def sleep(self) -> None:
+        """Give all memory back to the device, which has finished all work."""
+        for pool in self._sleeping_together():
+            pool.sleep()
+
+    def wake(self) -> None:
+        """Get memory for the same addresses again.
+
+        Raises:
+            torch.OutOfMemoryError: Too little is free; all pools still sleep.
+        """
+        pools, woken = self._sleeping_together(), []
+        try:
+            for pool in pools:
+                pool.wake()
+                woken.append(pool)
+        except BaseException as error:
+            for pool in woken:
+                pool.sleep()
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+            free_bytes = self._backend.free_bytes() or 0
+            raise torch.OutOfMemoryError(
+                f"{self._label}: waking the graphs needs "
+                f"{sum(pool.reserved_bytes for pool in pools) / 2**20:.0f} MiB, but only "
+                f"{free_bytes / 2**20:.0f} MiB of {self._backend.device} are free. They still "
+                "sleep.\n  To do: free memory, such as caches of an inference engine in this or "
+                "another process, then call wake() again; or call release()."
+            ) from error
+
+    def _sleeping_together(self) -> list[Pool]:
+        return [*self.pools, *([self.static] if self.static else [])]

@@ -153,6 +153,19 @@ class GraphedSchedule:
         with lost_ranks_named(), self._renewed_after_errors():
             return schedule.eval(*args, **kwargs)
 
+    def sleep(self) -> None:
+        """Give the memory of the graphs back. See `ChunkGraphs.sleep`."""
+        self.graphs.sleep()
+
+    def wake(self) -> None:
+        """Get the memory of the graphs again. See `ChunkGraphs.wake`."""
+        self.graphs.wake()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Return whether the graphs sleep."""
+        return self.graphs.is_asleep
+
     def _count(self, num_microbatches: int | None) -> int:
         """Return the number of microbatches of a step or an evaluation."""
         if num_microbatches is None:

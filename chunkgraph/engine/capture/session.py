@@ -385,7 +385,7 @@ def _new_slot(session: _Session, key: Hashable, c: int, s: int) -> Slot:
         session.memories[slot_id] = SlotMemory(
             slot_id,
             session.maker.pools.forward_pool(label, slot_bytes),
-            SlotStatics(is_shared=has_variants),
+            SlotStatics(is_shared=has_variants, pool=session.maker.pools.static),
         )
     memory = replace(session.memories[slot_id], live=AddressRanges())
     return Slot(c, s, _label(session, label, key), key, memory)

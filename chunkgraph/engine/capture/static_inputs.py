@@ -12,6 +12,7 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.layout import dense_strides, span
 from chunkgraph.engine.tree import Call, flatten
 from chunkgraph.errors import CaptureError
+from chunkgraph.graphs import Pool
 
 __all__ = ["SlotStatics", "call_with", "static_like"]
 
@@ -82,25 +83,28 @@ def static_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class SlotStatics:
-    """Memory outside all pools that the variants of one slot read, one variant at a time.
+    """Memory, not of graphs, that the variants of one slot read, one variant at a time.
 
     Activations and gradients share memory. Inputs without a gradient do not, because a slot may
     keep a constant input, which another variant would overwrite.
 
     Args:
         is_shared: whether the slot has several variants.
+        pool: where the memory lies; None: outside of all pools.
     """
 
-    def __init__(self, *, is_shared: bool) -> None:
-        self._is_shared = is_shared
-        self._memory: dict[tuple[str, int], torch.Tensor] = {}
+    def __init__(self, *, is_shared: bool, pool: Pool | None = None) -> None:
+        self._is_shared, self._pool = is_shared, pool
+        self._memory: dict[tuple[str, int], torch.UntypedStorage] = {}
 
     def input_like(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return the static input of tensor ``index``, with the values of ``tensor``."""
-        if not (self._is_shared and tensor.requires_grad):
+        is_shared = self._is_shared and tensor.requires_grad
+        if not (is_shared or (self._pool is not None and type(tensor) is torch.Tensor)):
             return static_like(tensor)
-        static = self._place(("input", index), tensor.shape, dense_strides(tensor), tensor)
-        return static.copy_(tensor.detach()).requires_grad_()
+        key = ("input", index) if is_shared else None
+        static = self._place(key, tensor.shape, dense_strides(tensor), tensor)
+        return static.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
 
     def gradient_like(
         self, index: int, output: torch.Tensor, strides: Sequence[int] | None
@@ -114,21 +118,28 @@ class SlotStatics:
         """
         strides = dense_strides(output) if strides is None else tuple(strides)
         num_elements = span(output.shape, strides)
-        memory = (
-            self._place(("gradient", index), (num_elements,), (1,), output)
-            if self._is_shared
-            else torch.empty(num_elements, dtype=output.dtype, device=output.device)
-        )
+        key = ("gradient", index) if self._is_shared else None
+        memory = self._place(key, (num_elements,), (1,), output)
         return memory.zero_().as_strided(output.shape, strides)
 
     def _place(
-        self, key: tuple[str, int], shape: Sequence[int], strides: Sequence[int], like: torch.Tensor
+        self,
+        key: tuple[str, int] | None,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        like: torch.Tensor,
     ) -> torch.Tensor:
-        """Return a new tensor on the shared memory, with its own version counter."""
+        """Return a new tensor, with its own version counter, on memory that a key shares."""
         num_bytes = span(shape, strides) * like.element_size()
-        memory = self._memory.get(key)
-        if memory is None or memory.numel() < num_bytes or memory.device != like.device:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
-            self._memory[key] = memory
+        memory = self._memory.get(key) if key is not None else None
+        if memory is None or memory.nbytes() < num_bytes or memory.device != like.device:
+            memory = self._new_memory(num_bytes, like.device)
+            if key is not None:
+                self._memory[key] = memory
         place = torch.empty(0, dtype=like.dtype, device=like.device)
-        return place.set_(memory.untyped_storage(), 0, tuple(shape), tuple(strides))
+        return place.set_(memory, 0, tuple(shape), tuple(strides))
+
+    def _new_memory(self, num_bytes: int, device: torch.device) -> torch.UntypedStorage:
+        if self._pool is not None and self._pool.device == device:
+            return self._pool.allocate(max(1, num_bytes))
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
