@@ -450,9 +450,9 @@ class ChunkGraphs:
     def sleep(self) -> None:
         """Give the memory of slots, scratch and static inputs back; the graphs stay captured.
 
-        All ranks call it between the same two steps. It first waits for the device. Parameters,
-        buffers, gradients and what libraries allocate stay. While asleep no step may begin; it does
-        nothing if the graphs sleep already.
+        All ranks call it between the same two steps; the device finishes its work first.
+        Parameters, buffers, gradients and what libraries allocate stay. Until `wake`, no step may
+        begin.
 
         Raises:
             ConfigError: the backend was made without ``can_sleep``.
@@ -466,16 +466,13 @@ class ChunkGraphs:
                 "CaptureOptions(can_sleep=True), or a backend with can_sleep=True."
             )
         if not self.is_asleep:
-            self._backend.synchronize()
+            self._backend.release_cached_memory()  # waits for the device
             if self._captured is not None:
                 self._captured.pools.sleep()
-            self._backend.release_cached_memory()
             self.is_asleep = True
 
     def wake(self) -> None:
-        """Get the memory back, at the same addresses; all ranks call it between the same steps.
-
-        Nothing happens if the graphs are awake.
+        """Get the memory back, at the same addresses. All ranks call it after `sleep`.
 
         Raises:
             torch.OutOfMemoryError: too little memory is free; the graphs still sleep, and `wake`
@@ -484,7 +481,8 @@ class ChunkGraphs:
         if self.is_asleep:
             self._backend.release_cached_memory()
             if self._captured is not None:
-                self._captured.wake()
+                self._captured.pools.wake()
+                self._replayer.forget_inputs()
             self.is_asleep = False
 
     def _refuse_asleep(self, what: str) -> None:

@@ -26,52 +26,34 @@ class CUDAPool(Pool):
         label: Name of the pool in errors.
         device: Its device.
         stream: The capture stream: a freed block serves only its own stream.
-        can_sleep: Whether its memory is an `Arena`.
+        can_sleep: Whether it takes its memory from an `Arena`.
 
     Raises:
-        ConfigError: It can sleep, but this torch takes no memory from arenas.
+        ConfigError: This torch asks no arena for memory.
     """
 
     def __init__(
-        self,
-        label: str,
-        device: torch.device,
-        stream: torch.cuda.Stream,
-        *,
-        can_sleep: bool = False,
+        self, label: str, device: torch.device, stream: torch.cuda.Stream, *, can_sleep: bool
     ) -> None:
-        self.label = label
-        self.device = device
-        self._stream = stream
-        self._arena: Arena | None = None
-        self._is_held = False
-        if can_sleep:
-            self._begin_arena()
-        else:
-            self.handle = torch.cuda.graph_pool_handle()
-
-    def _begin_arena(self) -> None:
-        with torch.cuda.device(self.device):
-            self._arena = Arena(self.device.index)
-            pool = torch.cuda.MemPool(self._arena.allocator)
-        self.handle = pool.id
-        self.hold()
+        self.label, self.device, self._stream = label, device, stream
+        with torch.cuda.device(device):
+            self._arena = Arena(device.index) if can_sleep else None
+            pool = torch.cuda.MemPool(self._arena.allocator) if self._arena is not None else None
+        self.handle = torch.cuda.graph_pool_handle() if pool is None else pool.id
+        # The pool exists while this object does, not only while its graphs do.
+        torch._C._cuda_beginAllocateCurrentThreadToPool(device.index, self.handle)
+        torch._C._cuda_endAllocateToPool(device.index, self.handle)
+        weakref.finalize(self, torch._C._cuda_releasePool, device.index, self.handle).atexit = False
+        if self._arena is None:
+            return
+        weakref.finalize(self, self._arena.retire).atexit = False
         self.allocate(1)
         if not self._arena.num_segments:
             raise ConfigError(
-                f"can_sleep=True, but torch {torch.__version__} did not ask the arena of "
-                f"{self.label} for memory. Unset expandable_segments in PYTORCH_ALLOC_CONF and "
-                "PYTORCH_CUDA_ALLOC_CONF, or use torch 2.11 or newer."
+                f"can_sleep=True, but torch {torch.__version__} takes memory of {label} from "
+                "elsewhere. Unset expandable_segments in PYTORCH_ALLOC_CONF and "
+                "PYTORCH_CUDA_ALLOC_CONF, or use a newer torch."
             )
-
-    def hold(self) -> None:
-        """Create the pool and keep it while this object lives, not only while its graphs do."""
-        if not self._is_held:
-            self._is_held = True
-            index = self.device.index
-            torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
-            torch._C._cuda_endAllocateToPool(index, self.handle)
-            weakref.finalize(self, _release, index, self.handle, self._arena).atexit = False
 
     @contextmanager
     def serving_this_thread(self) -> Iterator[None]:
@@ -95,7 +77,6 @@ class CUDAPool(Pool):
         the segment.
         """
         if num_bytes > 0 and not _keeps_large_blocks_whole():
-            self.hold()
             if self._arena is not None:
                 with suppress(torch.OutOfMemoryError):  # torch raises one that says more
                     self._arena.prepare(num_bytes)
@@ -137,13 +118,6 @@ class CUDAPool(Pool):
     def _segments(self) -> list[dict]:
         pool_id = tuple(self.handle)
         return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool_id]
-
-
-def _release(device: int, handle: tuple[int, int], arena: Arena | None) -> None:
-    """Free a pool once its graphs are gone and the allocator's cache is emptied."""
-    torch._C._cuda_releasePool(device, handle)
-    if arena is not None:
-        arena.retire()
 
 
 def _keeps_large_blocks_whole() -> bool:

@@ -22,6 +22,7 @@ from typing import Literal
 
 import torch
 
+from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend, Pool
 
 __all__ = ["MemoryPlan", "PoolPlan", "plan_for_slots"]
@@ -92,35 +93,45 @@ class PoolPlan:
         """Return all pools that graphs of the session allocate from."""
         return [*self.slot_pools, *([self.scratch] if self.scratch else [])]
 
+    def refuse_in_use(self) -> None:
+        """Refuse memory that anything but the graphs uses after a session: a sleep would lose it.
+
+        Raises:
+            CaptureError: something uses memory of a pool.
+        """
+        for pool in self.pools:
+            if live := pool.live():
+                raise CaptureError(
+                    f"{live.num_bytes} bytes of {pool.label} are still in use after the capture, "
+                    "and sleep() would lose them: a library keeps a workspace or a table that it "
+                    "created in the capture. Let it create them in the first eager call, or leave "
+                    "out can_sleep."
+                )
+
     def sleep(self) -> None:
         """Give all memory back to the device, which has finished all work."""
-        for pool in self._sleeping_together():
+        for pool in self._all():
             pool.sleep()
 
     def wake(self) -> None:
         """Get memory for the same addresses again.
 
         Raises:
-            torch.OutOfMemoryError: Too little is free; all pools still sleep.
+            torch.OutOfMemoryError: too little is free; all pools still sleep.
         """
-        pools, woken = self._sleeping_together(), []
+        pools = self._all()
         try:
             for pool in pools:
                 pool.wake()
-                woken.append(pool)
-        except BaseException as error:
-            for pool in woken:
-                pool.sleep()
-            if not isinstance(error, torch.OutOfMemoryError):
-                raise
-            free_bytes = self._backend.free_bytes() or 0
+        except torch.OutOfMemoryError as error:
+            self.sleep()
+            needed, free = sum(p.reserved_bytes for p in pools), self._backend.free_bytes() or 0
             raise torch.OutOfMemoryError(
-                f"{self._label}: waking the graphs needs "
-                f"{sum(pool.reserved_bytes for pool in pools) / 2**20:.0f} MiB, but only "
-                f"{free_bytes / 2**20:.0f} MiB of {self._backend.device} are free. They still "
-                "sleep.\n  To do: free memory, such as caches of an inference engine in this or "
-                "another process, then call wake() again; or call release()."
+                f"{self._label}: waking the graphs needs {needed / 2**20:.0f} MiB, but only "
+                f"{free / 2**20:.0f} MiB of {self._backend.device} are free. They still sleep.\n"
+                "  To do: free memory, such as that of an inference engine in this or another "
+                "process, and call wake() again; or call release()."
             ) from error
 
-    def _sleeping_together(self) -> list[Pool]:
+    def _all(self) -> list[Pool]:
         return [*self.pools, *([self.static] if self.static else [])]

@@ -61,6 +61,8 @@ class GraphedSchedule:
         graphs: The rank's chunk graphs.
         slots: The slots of the pipeline.
         receive_memory: Memory of the receives in replayed steps.
+        sleep: See `ChunkGraphs.sleep`.
+        wake: See `ChunkGraphs.wake`.
 
     Example::
 
@@ -99,6 +101,7 @@ class GraphedSchedule:
                 for stage in self._stages
             ]
             self.graphs = self._new_graphs(options, settings)
+        self.sleep, self.wake = self.graphs.sleep, self.graphs.wake
         equal = {
             "chunkgraph": __version__,
             "torch": torch.__version__,
@@ -108,6 +111,11 @@ class GraphedSchedule:
             "on_failure": options.on_failure,
         }
         refuse_differences(self._agree, rank, equal)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Return whether the graphs sleep."""
+        return self.graphs.is_asleep
 
     def step(
         self, *args: Any, num_microbatches: int | None = None, eager: bool = False, **kwargs: Any
@@ -152,19 +160,6 @@ class GraphedSchedule:
         schedule = self._schedule(self._count(num_microbatches), is_training=False)
         with lost_ranks_named(), self._renewed_after_errors():
             return schedule.eval(*args, **kwargs)
-
-    def sleep(self) -> None:
-        """Give the memory of the graphs back. See `ChunkGraphs.sleep`."""
-        self.graphs.sleep()
-
-    def wake(self) -> None:
-        """Get the memory of the graphs again. See `ChunkGraphs.wake`."""
-        self.graphs.wake()
-
-    @property
-    def is_asleep(self) -> bool:
-        """Return whether the graphs sleep."""
-        return self.graphs.is_asleep
 
     def _count(self, num_microbatches: int | None) -> int:
         """Return the number of microbatches of a step or an evaluation."""

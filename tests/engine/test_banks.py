@@ -266,8 +266,8 @@ def test_static_memory_of_two_slots_is_proved_apart(
     from chunkgraph.engine.capture import session
     from chunkgraph.errors import MemoryPlanError
 
-    one_for_all = SlotStatics(is_shared=True)
-    monkeypatch.setattr(session, "SlotStatics", lambda **_: one_for_all)
+    one_for_all = SlotStatics()
+    monkeypatch.setattr(session, "SlotStatics", lambda _: one_for_all)
     graphs = ChunkGraphs(modules(backend.device)[:1], [2], backend=backend, banks=Banks(BANKS))
     x = torch.ones(12, WIDTH, device=backend.device, requires_grad=True)
     samples = {key: [(derive(0, (x,), {}, 12, key)[0][0], key)] for key in BANKS}

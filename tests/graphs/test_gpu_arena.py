@@ -239,7 +239,7 @@ def test_other_engines_do_not_count_sleeping_memory_as_free(inputs: list[torch.T
 
 def test_registration_with_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "1")
-    with pytest.raises(ConfigError, match="Unset TORCH_NCCL"):
+    with pytest.raises(ConfigError, match="Unset on every rank: TORCH_NCCL"):
         CUDABackend(can_sleep=True)
 
 

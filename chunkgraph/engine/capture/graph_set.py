@@ -91,16 +91,6 @@ class GraphSet:
         by_chunk = zip(*[bank.slots for bank in self.banks.values()], strict=True)
         return tuple(tuple(slot for slots in of_chunk for slot in slots) for of_chunk in by_chunk)
 
-    def wake(self) -> None:
-        """Get the memory of the pools again, after `PoolPlan.sleep`; all inputs are lost.
-
-        Raises:
-            torch.OutOfMemoryError: too little is free; the pools still sleep.
-        """
-        self.pools.wake()
-        for slot in (slot for slots in self.slots for slot in slots):
-            slot.inputs.forget_sources()
-
     def release(self) -> None:
         """Release all graphs and their memory."""
         for slots in self.slots:

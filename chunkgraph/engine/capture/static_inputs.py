@@ -89,20 +89,18 @@ class SlotStatics:
     keep a constant input, which another variant would overwrite.
 
     Args:
-        is_shared: whether the slot has several variants.
         pool: where the memory lies; None: outside of all pools.
     """
 
-    def __init__(self, *, is_shared: bool, pool: Pool | None = None) -> None:
-        self._is_shared, self._pool = is_shared, pool
+    def __init__(self, pool: Pool | None = None) -> None:
+        self._pool = pool
         self._memory: dict[tuple[str, int], torch.UntypedStorage] = {}
 
     def input_like(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return the static input of tensor ``index``, with the values of ``tensor``."""
-        is_shared = self._is_shared and tensor.requires_grad
-        if not (is_shared or (self._pool is not None and type(tensor) is torch.Tensor)):
+        if type(tensor) is not torch.Tensor:
             return static_like(tensor)
-        key = ("input", index) if is_shared else None
+        key = ("input", index) if tensor.requires_grad else ("constant", len(self._memory))
         static = self._place(key, tensor.shape, dense_strides(tensor), tensor)
         return static.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
 
@@ -117,29 +115,22 @@ class SlotStatics:
             strides: strides of the gradient; None: those of the output.
         """
         strides = dense_strides(output) if strides is None else tuple(strides)
-        num_elements = span(output.shape, strides)
-        key = ("gradient", index) if self._is_shared else None
-        memory = self._place(key, (num_elements,), (1,), output)
+        size = span(output.shape, strides)
+        memory = self._place(("gradient", index), (size,), (1,), output)
         return memory.zero_().as_strided(output.shape, strides)
 
     def _place(
-        self,
-        key: tuple[str, int] | None,
-        shape: Sequence[int],
-        strides: Sequence[int],
-        like: torch.Tensor,
+        self, key: tuple[str, int], shape: Sequence[int], strides: Sequence[int], like: torch.Tensor
     ) -> torch.Tensor:
-        """Return a new tensor, with its own version counter, on memory that a key shares."""
+        """Return a new tensor on the shared memory, with its own version counter."""
         num_bytes = span(shape, strides) * like.element_size()
-        memory = self._memory.get(key) if key is not None else None
+        memory = self._memory.get(key)
         if memory is None or memory.nbytes() < num_bytes or memory.device != like.device:
-            memory = self._new_memory(num_bytes, like.device)
-            if key is not None:
-                self._memory[key] = memory
+            if self._pool is not None and self._pool.device == like.device:
+                memory = self._pool.allocate(max(1, num_bytes))
+            else:
+                new = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+                memory = new.untyped_storage()
+            self._memory[key] = memory
         place = torch.empty(0, dtype=like.dtype, device=like.device)
         return place.set_(memory, 0, tuple(shape), tuple(strides))
-
-    def _new_memory(self, num_bytes: int, device: torch.device) -> torch.UntypedStorage:
-        if self._pool is not None and self._pool.device == device:
-            return self._pool.allocate(max(1, num_bytes))
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device).untyped_storage()
