@@ -467,9 +467,9 @@ class ChunkGraphs:
             )
         if not self.is_asleep:
             self._backend.release_cached_memory()  # waits for the device
+            self.is_asleep = True
             if self._captured is not None:
                 self._captured.pools.sleep()
-            self.is_asleep = True
 
     def wake(self) -> None:
         """Get the memory back, at the same addresses. All ranks call it after `sleep`.

@@ -80,12 +80,11 @@ class CUDAPool(Pool):
             if self._arena is not None:
                 with suppress(torch.OutOfMemoryError):  # torch raises one that says more
                     self._arena.prepare(num_bytes)
-            with torch.cuda.stream(self._stream):
-                self.allocate(num_bytes)
+            self.allocate(num_bytes)
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         """See `Pool`."""
-        with self.serving_this_thread():
+        with torch.cuda.stream(self._stream), self.serving_this_thread():
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
     def sleep(self) -> None:

@@ -48,9 +48,8 @@ class PoolPlan:
         label: Prefix of the pools' names.
 
     Attributes:
-        scratch: The pool that all backwards share, if they do.
-        static: The pool of inputs and gradients that the graphs read; None if they do not sleep
-            and lie outside of all pools.
+        scratch: The pool that all backwards share; None: they use those of the slots.
+        static: The pool of the inputs and gradients that graphs read; None: they never sleep.
         slot_pools: The pools of the slots.
     """
 
@@ -123,8 +122,10 @@ class PoolPlan:
         try:
             for pool in pools:
                 pool.wake()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
             self.sleep()
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
             needed, free = sum(p.reserved_bytes for p in pools), self._backend.free_bytes() or 0
             raise torch.OutOfMemoryError(
                 f"{self._label}: waking the graphs needs {needed / 2**20:.0f} MiB, but only "
