@@ -183,9 +183,8 @@ class CaptureOptions:
             less, and copy inputs and gradients there, for which the host waits less
             (`chunkgraph.graphs.graph_nodes`), if torch and its CUDA bindings support it. Results
             stay the same. Ignored if a backend is passed to the engine.
-        can_sleep: whether `ChunkGraphs.sleep` can give memory back. Each slot, scratch, and the
-            static inputs then lie in one range of addresses (`chunkgraph.graphs.arena`). Ignored
-            if a backend is passed to the engine.
+        can_sleep: whether `ChunkGraphs.sleep` can give memory back; each slot is then one range of
+            addresses (`chunkgraph.graphs.arena`). Ignored if a backend is passed to the engine.
         verify: how to check replays (for debugging; slow; results stay the same). ``poison``: fill
             scratch and freed slots with NaN around every replay. ``shadow``: compare every replay
             bit for bit with an eager pass on the same inputs and random state, which takes the

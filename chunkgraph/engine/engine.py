@@ -80,7 +80,7 @@ class ChunkGraphs:
         counters: see `Counters`.
         failure: error of the last capture session, or None.
         mode: how the callables run now.
-        is_asleep: whether the last `sleep` was followed by no `wake` or `release`.
+        is_asleep: whether the graphs sleep.
     """
 
     def __init__(
@@ -103,11 +103,7 @@ class ChunkGraphs:
         self.mode = StepMode.OUTSIDE
         self.is_asleep = False
         self.failure: CaptureError | None = None
-        self._backend = backend or arguments.default_backend(
-            self.chunks,
-            memset_kernels=self.options.memset_kernels,
-            can_sleep=self.options.can_sleep,
-        )
+        self._backend = backend or arguments.default_backend(self.chunks, self.options)
         self._decider = StepDecider(agree or agree_alone, self._state, takes_misfits=takes_misfits)
         self._captured: GraphSet | None = None
         self._captured_shape_key: Hashable = SHAPE_UNKNOWN
@@ -243,7 +239,10 @@ class ChunkGraphs:
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("A step began inside a step. End the outer step first.")
-        self._refuse_asleep("A step began")
+        if self.is_asleep:
+            raise SlotError(
+                "A step began while graphs sleep. Call wake() or release() before, on every rank."
+            )
         request = StepRequest(forward_only, shape_key, eager, plan or StepPlan())
         step = self._decider.resolve(request)
         misfit, banks = step.plan.misfit, step.plan.banks
@@ -376,7 +375,6 @@ class ChunkGraphs:
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("capture() was called inside a step; capture between steps.")
-        self._refuse_asleep("capture() was called")
         if self._captured is not None:
             raise CaptureError(
                 "The chunks are already captured; call release() before capturing again."
@@ -450,9 +448,8 @@ class ChunkGraphs:
     def sleep(self) -> None:
         """Give the memory of slots, scratch and static inputs back; the graphs stay captured.
 
-        All ranks call it between the same two steps; the device finishes its work first.
-        Parameters, buffers, gradients and what libraries allocate stay. Until `wake`, no step may
-        begin.
+        All ranks call it between the same two steps; it waits for the device. Parameters, buffers
+        and gradients stay. Until `wake`, no step may begin. Without graphs nothing happens.
 
         Raises:
             ConfigError: the backend was made without ``can_sleep``.
@@ -462,35 +459,24 @@ class ChunkGraphs:
             raise SlotError("sleep() was called inside a step; sleep between steps.")
         if not self._backend.can_sleep:
             raise ConfigError(
-                "sleep() was called, but the graphs' memory cannot be given back. Pass "
-                "CaptureOptions(can_sleep=True), or a backend with can_sleep=True."
+                "sleep() needs CaptureOptions(can_sleep=True), or a backend with can_sleep=True."
             )
-        if not self.is_asleep:
+        if self._captured is not None:
             self._backend.release_cached_memory()  # waits for the device
             self.is_asleep = True
-            if self._captured is not None:
-                self._captured.pools.sleep()
+            self._captured.pools.sleep()
 
     def wake(self) -> None:
         """Get the memory back, at the same addresses. All ranks call it after `sleep`.
 
         Raises:
-            torch.OutOfMemoryError: too little memory is free; the graphs still sleep, and `wake`
-                can be called again.
+            torch.OutOfMemoryError: too little is free; the graphs sleep on. Call `wake` again.
         """
-        if self.is_asleep:
+        if self._captured is not None and self.is_asleep:
             self._backend.release_cached_memory()
-            if self._captured is not None:
-                self._captured.pools.wake()
-                self._replayer.forget_inputs()
+            self._captured.pools.wake()
+            self._captured.forget_inputs()
             self.is_asleep = False
-
-    def _refuse_asleep(self, what: str) -> None:
-        if self.is_asleep:
-            raise SlotError(
-                f"{what} while the graphs sleep. Call wake() before, on every rank, or release() "
-                "to go on without graphs."
-            )
 
     def watch_memory(self, is_replaced: Callable[[], bool], release: Callable[[], None]) -> None:
         """Capture again after a library has replaced, on any rank, memory that graphs use.

@@ -118,7 +118,7 @@ class Replayer:
         except BaseException as error:
             self._machine.abort_step()
             self._forget_microbatches()
-            self.forget_inputs()
+            captured.forget_inputs()
             refuse_gradients_of_parameters(self._label, error)
             if isinstance(error, ChunkGraphError) and num_microbatches is not None:
                 error.add_note(f"The step had {num_microbatches} microbatches.")
@@ -134,12 +134,6 @@ class Replayer:
             counters.replayed_steps += 1
         else:  # every call ran eagerly: gradients were off, or modules in evaluation
             counters.fallbacks[NOTHING_REPLAYED] += 1
-
-    def forget_inputs(self) -> None:
-        """Load every constant input again."""
-        for slots in self._captured.slots if self._captured is not None else ():
-            for slot in slots:
-                slot.inputs.forget_sources()
 
     def _refuse_hooks(self) -> None:
         """Refuse hooks of others, once torch has counted a new hook anywhere in the process.

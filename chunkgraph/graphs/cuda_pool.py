@@ -14,7 +14,7 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.graphs.addresses import AddressRanges, tensor_at
 from chunkgraph.graphs.allocations import Allocation, AllocationLog
 from chunkgraph.graphs.arena import Arena
-from chunkgraph.graphs.contract import Pool
+from chunkgraph.graphs.pool import Pool
 
 __all__ = ["CUDAPool", "CudaAllocations"]
 

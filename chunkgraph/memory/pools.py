@@ -93,12 +93,12 @@ class PoolPlan:
         return [*self.slot_pools, *([self.scratch] if self.scratch else [])]
 
     def refuse_in_use(self) -> None:
-        """Refuse memory that anything but the graphs uses after a session: a sleep would lose it.
+        """Refuse memory that others use after a session, if a sleep would lose it.
 
         Raises:
             CaptureError: something uses memory of a pool.
         """
-        for pool in self.pools:
+        for pool in self.pools if self._backend.can_sleep else ():
             if live := pool.live():
                 raise CaptureError(
                     f"{live.num_bytes} bytes of {pool.label} are still in use after the capture, "

@@ -34,7 +34,7 @@ def test_graphs_that_sleep_between_steps_equal_eager(
         graphs.sleep()
         assert graphs.is_asleep
         if step == 2:
-            with pytest.raises(SlotError, match=r"Call wake\(\) before"):
+            with pytest.raises(SlotError, match=r"Call wake\(\) or release\(\)"):
                 graphed.step(step, count)
         graphs.wake()
     assert graphs.counters.replays == 6

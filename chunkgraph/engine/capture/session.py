@@ -131,8 +131,7 @@ def capture_session(
         captured = _run(chunks, num_slots, samples, settings, maker)
         slots = [slot for of_chunk in captured.slots for slot in of_chunk]
         refuse_dangling(chunks[0].label if len(chunks) == 1 else rank, pools.pools, slots)
-        if backend.can_sleep:
-            pools.refuse_in_use()
+        pools.refuse_in_use()
     except BaseException:
         if captured is not None:
             captured.release()

@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkgraph.graphs.addresses import AddressRanges
-from chunkgraph.graphs.contract import Pool
+from chunkgraph.graphs.pool import Pool
 
 __all__ = ["SimulatedPool"]
 
