@@ -97,7 +97,7 @@ class Arena:
         self._is_retired = False
         self.num_segments = 0
         callbacks = _Allocate(self._allocate), _Free(self._free)
-        addresses = [ctypes.cast(callback, ctypes.c_void_p).value for callback in callbacks]
+        addresses: list[Any] = [ctypes.cast(c, ctypes.c_void_p).value for c in callbacks]
         self.allocator = torch._C._cuda_customAllocator(*addresses)
         _ALLOCATORS.append((callbacks, self.allocator))
 

@@ -29,7 +29,7 @@ class CUDAPool(Pool):
         can_sleep: Whether it takes its memory from an `Arena`.
 
     Raises:
-        ConfigError: This torch asks no arena for memory.
+        ConfigError: torch does not ask the arena for memory.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class CUDAPool(Pool):
         with torch.cuda.device(device):
             self._arena = Arena(device.index) if can_sleep else None
             pool = torch.cuda.MemPool(self._arena.allocator) if self._arena is not None else None
-        self.handle = torch.cuda.graph_pool_handle() if pool is None else pool.id
+        self.handle: Any = torch.cuda.graph_pool_handle() if pool is None else pool.id
         # The pool exists while this object does, not only while its graphs do.
         torch._C._cuda_beginAllocateCurrentThreadToPool(device.index, self.handle)
         torch._C._cuda_endAllocateToPool(device.index, self.handle)
@@ -51,8 +51,9 @@ class CUDAPool(Pool):
         if not self._arena.num_segments:
             raise ConfigError(
                 f"can_sleep=True, but torch {torch.__version__} takes memory of {label} from "
-                "elsewhere. Unset expandable_segments in PYTORCH_ALLOC_CONF and "
-                "PYTORCH_CUDA_ALLOC_CONF, or use a newer torch."
+                "elsewhere. Capture outside of regions of other memory pools (use_mem_pool, "
+                "torch_memory_saver); unset expandable_segments in PYTORCH_ALLOC_CONF and "
+                "PYTORCH_CUDA_ALLOC_CONF; or use a newer torch."
             )
 
     @contextmanager

@@ -243,6 +243,19 @@ def test_registration_with_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         CUDABackend(can_sleep=True)
 
 
+def test_a_region_of_another_pool_serves_or_is_refused() -> None:
+    backend = CUDABackend(can_sleep=True)
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+        try:
+            pool = backend.new_pool("slot")
+        except ConfigError as error:
+            assert "outside of regions of other memory pools" in str(error)
+            print("a region of another pool is refused")
+        else:
+            assert pool.reserved_bytes > 0
+            print("an arena inside a region of another pool serves")
+
+
 EXPANDABLE = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
 import torch
@@ -252,7 +265,7 @@ backend = CUDABackend(can_sleep=True)
 try:
     pool = backend.new_pool("slot")
 except ConfigError as error:
-    assert "Unset expandable_segments" in str(error), error
+    assert "unset expandable_segments" in str(error), error
     print("refused")
     sys.exit()
 x = torch.ones(8 << 20, device="cuda")
