@@ -14,9 +14,8 @@ from typing import Protocol
 
 import torch
 
-from chunkgraph.graphs.addresses import AddressRange, AddressRanges
+from chunkgraph.graphs.addresses import AddressRange, AddressRanges, Pool
 from chunkgraph.graphs.allocations import AllocationLog
-from chunkgraph.graphs.pool import Pool
 
 __all__ = ["CopyNode", "Graph", "GraphBackend"]
 

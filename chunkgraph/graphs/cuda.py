@@ -16,14 +16,13 @@ import torch
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.errors import CaptureError, ChunkGraphError
-from chunkgraph.graphs.addresses import AddressRange, AddressRanges
+from chunkgraph.graphs.addresses import AddressRange, AddressRanges, Pool
 from chunkgraph.graphs.arena import check_environment
 from chunkgraph.graphs.capture_mode import CaptureMode, HostMemory
 from chunkgraph.graphs.contract import GraphBackend
 from chunkgraph.graphs.cuda_pool import CudaAllocations, CUDAPool
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.graph_nodes import CudaCopyNode, GraphEditor
-from chunkgraph.graphs.pool import Pool
 from chunkgraph.graphs.random_state import (
     CapturedGenerator,
     answering_calls,

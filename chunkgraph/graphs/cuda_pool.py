@@ -11,10 +11,9 @@ from typing import Any, Self
 import torch
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.graphs.addresses import AddressRanges, tensor_at
+from chunkgraph.graphs.addresses import AddressRanges, Pool, tensor_at
 from chunkgraph.graphs.allocations import Allocation, AllocationLog
 from chunkgraph.graphs.arena import Arena
-from chunkgraph.graphs.pool import Pool
 
 __all__ = ["CUDAPool", "CudaAllocations"]
 

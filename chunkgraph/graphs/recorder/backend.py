@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import (
 )
 
 from chunkgraph.errors import CaptureError, ChunkGraphError
-from chunkgraph.graphs.addresses import AddressRange
+from chunkgraph.graphs.addresses import AddressRange, Pool
 from chunkgraph.graphs.contract import GraphBackend
 from chunkgraph.graphs.failure import capture_failure, current_location
 from chunkgraph.graphs.operators import (
@@ -35,7 +35,6 @@ from chunkgraph.graphs.operators import (
     tensors_in,
     wait_for_work,
 )
-from chunkgraph.graphs.pool import Pool
 from chunkgraph.graphs.random_state import CapturedGenerator, answering_calls, patched
 from chunkgraph.graphs.recorder.legality import HostReadGuard, check_operator
 from chunkgraph.graphs.recorder.recorded_graph import (

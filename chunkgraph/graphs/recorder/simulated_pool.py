@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chunkgraph.graphs.addresses import AddressRanges
-from chunkgraph.graphs.pool import Pool
+from chunkgraph.graphs.addresses import AddressRanges, Pool
 
 __all__ = ["SimulatedPool"]
 
@@ -32,8 +31,7 @@ class SimulatedPool(Pool):
 
     Args:
         label: Name of the pool in errors.
-        take_segment: Callback with the bytes of every new segment, before it is allocated, and of
-            all segments, before they wake.
+        take_segment: Callback with the bytes of segments before they are allocated, or wake.
 
     Attributes:
         is_asleep: Whether its memory counts as free.
