@@ -8,10 +8,10 @@ it can be replayed once they are mapped again, whatever the new memory contains.
 Other devices and processes cannot access the memory. NCCL must not register it
 (`check_environment`); it then copies through its own buffers.
 
-torch calls back with its allocator locked, and a callback needs the GIL. A thread that frees a
-tensor of the device holds the GIL while it waits for that lock. If it does so while a callback
-waits for the GIL, both wait forever. So callbacks keep the GIL while they call the driver, and
-large memory is mapped before torch asks for it.
+torch calls back with its allocator locked, and a callback needs the GIL. Another thread that holds
+the GIL while it waits for that lock would wait forever: torch releases the GIL when it allocates
+and frees tensors, but not in `torch.cuda.memory_stats`. So callbacks are short. They keep the GIL
+while they call the driver, and large memory is mapped before torch asks for it.
 """
 
 from __future__ import annotations
