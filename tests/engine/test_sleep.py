@@ -19,6 +19,7 @@ from chunkgraph.engine import (
 )
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
+from chunkgraph.graphs.arena import check_environment
 from chunkgraph.schedules import megatron_schedule
 
 
@@ -219,3 +220,24 @@ def test_a_failed_wake_can_be_repeated(x: torch.Tensor) -> None:
     with graphs.step(1):
         assert torch.equal(train_microbatch(graphs.callables[0], x), expected)
     assert all_equal([p.grad for p in mine.parameters()], [p.grad for p in eager.parameters()])
+
+
+def test_nccl_must_not_register_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks would go on using it; without them only the allocator's hook matters."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    check_environment()
+    monkeypatch.setenv(hook, "1")
+    with pytest.raises(ConfigError, match=f"Unset on every rank: {hook}"):
+        check_environment()
+    monkeypatch.delenv(hook)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(ConfigError, match="set to 0 on every rank: NCCL_GRAPH_REGISTER"):
+            check_environment()
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+        check_environment()
+    finally:
+        torch.distributed.destroy_process_group()

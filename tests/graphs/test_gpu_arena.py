@@ -237,12 +237,6 @@ def test_other_engines_do_not_count_sleeping_memory_as_free(inputs: list[torch.T
     graphs.release()
 
 
-def test_registration_with_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "1")
-    with pytest.raises(ConfigError, match="Unset on every rank: TORCH_NCCL"):
-        CUDABackend(can_sleep=True)
-
-
 def test_a_region_of_another_pool_serves_or_is_refused() -> None:
     backend, refusals = CUDABackend(can_sleep=True), []
     with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
