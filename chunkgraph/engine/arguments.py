@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from chunkgraph._text import shown
-from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.chunk import CaptureOptions, Chunk
 from chunkgraph.engine.program import program_of
 from chunkgraph.engine.tree import Call, flatten_call
 from chunkgraph.errors import ConfigError
@@ -81,7 +81,7 @@ def check_counts(num_chunks: int, num_slots: int | Iterable[int]) -> tuple[int, 
     return counts
 
 
-def default_backend(chunks: Sequence[Chunk], *, memset_kernels: bool = True) -> GraphBackend:
+def default_backend(chunks: Sequence[Chunk], options: CaptureOptions) -> GraphBackend:
     """Return the backend of the parameters' device: CUDA graphs or the CPU recorder.
 
     Raises:
@@ -99,8 +99,9 @@ def default_backend(chunks: Sequence[Chunk], *, memset_kernels: bool = True) -> 
         )
     device = devices.pop()
     if device.type == "cuda":
-        return CUDABackend(device, memset_kernels=memset_kernels)
-    return RecorderBackend()
+        memset_kernels = options.memset_kernels
+        return CUDABackend(device, memset_kernels=memset_kernels, can_sleep=options.can_sleep)
+    return RecorderBackend(can_sleep=options.can_sleep)
 
 
 def rank_label(chunks: Sequence[Chunk]) -> str:

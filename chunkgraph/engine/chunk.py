@@ -172,6 +172,8 @@ class CaptureOptions:
             less, and copy inputs and gradients there, for which the host waits less
             (`chunkgraph.graphs.graph_nodes`), if torch and its CUDA bindings support it. Results
             stay the same. Ignored if a backend is passed to the engine.
+        can_sleep: whether `ChunkGraphs.sleep` can give memory back; each slot is then one range of
+            addresses (`chunkgraph.graphs.arena`). Ignored if a backend is passed to the engine.
         verify: how to check replays (for debugging; slow; results stay the same). ``poison``: fill
             scratch and freed slots with NaN around every replay. ``shadow``: compare every replay
             bit for bit with an eager pass on the same inputs and random state, which takes the
@@ -189,6 +191,7 @@ class CaptureOptions:
     num_warmup_steps: int = 1
     shared_slots: bool = False
     memset_kernels: bool = field(default_factory=lambda: _is_on("CHUNKGRAPH_MEMSET_KERNELS"))
+    can_sleep: bool = False
     verify: VerifyMode = "none"
     num_verify_steps: int | None = None
     verify_every: int = 1
@@ -197,7 +200,7 @@ class CaptureOptions:
     def __post_init__(self) -> None:
         self._check_choice("verify", get_args(VerifyMode))
         self._check_choice("on_failure", ("raise", "eager"))
-        for name in ("shared_slots", "memset_kernels"):
+        for name in ("shared_slots", "memset_kernels", "can_sleep"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(value)}; it must be True or False.")
         self._check_count("num_warmup_steps", 0)

@@ -78,6 +78,7 @@ class ChunkGraphs:
         counters: see `Counters`.
         failure: error of the last capture session, or None.
         mode: how the callables run now.
+        is_asleep: whether the graphs sleep.
     """
 
     def __init__(
@@ -98,10 +99,9 @@ class ChunkGraphs:
         self._num_slots = arguments.check_counts(len(self.chunks), num_slots)
         self.counters = Counters()
         self.mode = StepMode.OUTSIDE
+        self.is_asleep = False
         self.failure: CaptureError | None = None
-        self._backend = backend or arguments.default_backend(
-            self.chunks, memset_kernels=self.options.memset_kernels
-        )
+        self._backend = backend or arguments.default_backend(self.chunks, self.options)
         self._decider = StepDecider(agree or agree_alone, self._state, takes_misfits=takes_misfits)
         self._captured: GraphSet | None = None
         self._captured_shape_key: Hashable = SHAPE_UNKNOWN
@@ -237,6 +237,10 @@ class ChunkGraphs:
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("A step began inside a step. End the outer step first.")
+        if self.is_asleep:
+            raise SlotError(
+                "A step began while graphs sleep. Call wake() or release() before, on every rank."
+            )
         request = StepRequest(forward_only, shape_key, eager, plan or StepPlan())
         step = self._decider.resolve(request)
         misfit, banks = step.plan.misfit, step.plan.banks
@@ -426,6 +430,7 @@ class ChunkGraphs:
             self._backend.synchronize()
             captured.release()
             self._was_released = True
+        self.is_asleep = False
         self._of_capture = ()
         self._was_replaced = False
         self._replayer.drop()
@@ -437,6 +442,39 @@ class ChunkGraphs:
             # Otherwise the pools stay reserved, and eager steps cannot use their memory.
             gc.collect()
             self._backend.release_workspaces()
+
+    def sleep(self) -> None:
+        """Give the memory of slots, scratch and static inputs back; the graphs stay captured.
+
+        All ranks call it between the same two steps; it waits for the device. Parameters, buffers
+        and gradients stay. Until `wake`, no step may begin. Without graphs nothing happens.
+
+        Raises:
+            ConfigError: the backend was made without ``can_sleep``.
+            SlotError: a step is running.
+        """
+        if self.mode is not StepMode.OUTSIDE:
+            raise SlotError("sleep() was called inside a step; sleep between steps.")
+        if not self._backend.can_sleep:
+            raise ConfigError(
+                "sleep() needs CaptureOptions(can_sleep=True), or a backend with can_sleep=True."
+            )
+        if self._captured is not None:
+            self._backend.release_cached_memory()  # waits for the device
+            self.is_asleep = True
+            self._captured.pools.sleep()
+
+    def wake(self) -> None:
+        """Get the memory back, at the same addresses. All ranks call it after `sleep`.
+
+        Raises:
+            torch.OutOfMemoryError: too little is free; the graphs sleep on. Call `wake` again.
+        """
+        if self._captured is not None and self.is_asleep:
+            self._backend.release_cached_memory()
+            self._captured.pools.wake()
+            self._captured.forget_inputs()
+            self.is_asleep = False
 
     def watch_memory(self, is_replaced: Callable[[], bool], release: Callable[[], None]) -> None:
         """Capture again after a library has replaced, on any rank, memory that graphs use.

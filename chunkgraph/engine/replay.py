@@ -116,8 +116,7 @@ class Replayer:
         except BaseException as error:
             self._machine.abort_step()
             self._forget_microbatches()
-            for slot in (s for slots in captured.slots for s in slots):
-                slot.inputs.forget_sources()
+            captured.forget_inputs()
             refuse_gradients_of_parameters(self._label, error)
             if isinstance(error, ChunkGraphError) and num_microbatches is not None:
                 error.add_note(f"The step had {num_microbatches} microbatches.")

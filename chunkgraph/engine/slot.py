@@ -148,7 +148,7 @@ class StaticInputs:
             torch._foreach_copy_(statics, copied)
 
     def forget_sources(self) -> None:
-        """Load every tensor again next time: a step ended between a receive and its forward."""
+        """Load every tensor again next time: after a receive without its forward, or a sleep."""
         self._sources = [None] * len(self.tensors)
 
 

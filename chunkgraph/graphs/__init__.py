@@ -1,8 +1,8 @@
 """Capture and replay of one callable: CUDA graphs, and a CPU recorder with the same contract."""
 
-from chunkgraph.graphs.addresses import AddressRange, AddressRanges, tensor_at
+from chunkgraph.graphs.addresses import AddressRange, AddressRanges, Pool, tensor_at
 from chunkgraph.graphs.allocations import Allocation, block_bytes
-from chunkgraph.graphs.contract import CopyNode, Graph, GraphBackend, Pool
+from chunkgraph.graphs.contract import CopyNode, Graph, GraphBackend
 from chunkgraph.graphs.cuda import CUDABackend
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.operators import storage_address

@@ -1,4 +1,4 @@
-"""The contract between the engine and a graph backend: pools, captures, replays and addresses.
+"""The contract between the engine and a graph backend: captures, replays and addresses.
 
 Two implementations derive from it and run the same test suite: ``CUDABackend`` and
 ``RecorderBackend`` (the CPU recorder). The engine depends on these classes only. A default is that
@@ -8,57 +8,14 @@ of a device whose work is synchronous and whose memory is not counted.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 
-from chunkgraph.graphs.addresses import AddressRange, AddressRanges, tensor_at
+from chunkgraph.graphs.addresses import AddressRange, AddressRanges, Pool
 from chunkgraph.graphs.allocations import AllocationLog
-
-
-class Pool(Protocol):
-    """Memory that captured graphs allocate from. Freed blocks serve later captures of this pool."""
-
-    label: str
-    device: torch.device
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Return the bytes that the pool holds, in use or free."""
-        return self.reserved().num_bytes
-
-    @abstractmethod
-    def reserve(self, num_bytes: int) -> None:
-        """Allocate about ``num_bytes`` from the device, in one piece that captures divide.
-
-        Captures that allocate many small pieces waste memory at the end of each piece. This is a
-        hint: if ``num_bytes`` is the peak of the captured work, the pool becomes no larger than
-        necessary.
-        """
-
-    @abstractmethod
-    def live(self) -> AddressRanges:
-        """Return the addresses of the blocks in use."""
-
-    @abstractmethod
-    def reserved(self) -> AddressRanges:
-        """Return the addresses of all memory of the pool."""
-
-    @abstractmethod
-    def alias(self, start: int, num_bytes: int) -> torch.UntypedStorage:
-        """Return a storage on the pool's memory that keeps no block in use."""
-
-    def is_alias(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether a graph replays on this storage; graphs of most backends hold none."""
-        del storage
-        return False
-
-    def poison(self, kept: Iterable[AddressRange] = ()) -> None:
-        """Fill all but ``kept`` with 0xFF (a NaN in every floating dtype), in stream order."""
-        for area in self.reserved() - AddressRanges(kept):
-            tensor_at(area.start, area.end - area.start, self.device).fill_(0xFF)
 
 
 class CopyNode(Protocol):
@@ -120,6 +77,8 @@ class GraphBackend(Protocol):
     """Whether eager work on this device always repeats its bits."""
     memsets_kept: str
     """Why small memsets are not replaced by kernels; "" if they are."""
+    can_sleep: bool
+    """Whether pools can give their memory back and get it again; each is then one range."""
     default_generator: torch.Generator
     """The random generator that graphs draw from by default."""
 

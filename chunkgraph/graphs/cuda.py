@@ -16,9 +16,10 @@ import torch
 
 from chunkgraph._collector import collector_paused
 from chunkgraph.errors import CaptureError, ChunkGraphError
-from chunkgraph.graphs.addresses import AddressRange, AddressRanges
+from chunkgraph.graphs.addresses import AddressRange, AddressRanges, Pool
+from chunkgraph.graphs.arena import check_environment
 from chunkgraph.graphs.capture_mode import CaptureMode, HostMemory
-from chunkgraph.graphs.contract import GraphBackend, Pool
+from chunkgraph.graphs.contract import GraphBackend
 from chunkgraph.graphs.cuda_pool import CudaAllocations, CUDAPool
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.graph_nodes import CudaCopyNode, GraphEditor
@@ -145,12 +146,25 @@ class CUDABackend(GraphBackend):
         device: The device; default the current one.
         memset_kernels: Whether captured graphs are changed (`chunkgraph.graphs.graph_nodes`). If
             this torch and its CUDA bindings cannot change them, ``memsets_kept`` holds the reason.
+        can_sleep: See `GraphBackend`.
+
+    Raises:
+        ConfigError: See `chunkgraph.graphs.arena.check_environment`.
     """
 
     name = "cuda"
     repeats_bits = False
 
-    def __init__(self, device: torch.device | None = None, *, memset_kernels: bool = True) -> None:
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        *,
+        memset_kernels: bool = True,
+        can_sleep: bool = False,
+    ) -> None:
+        if can_sleep:
+            check_environment()
+        self.can_sleep = can_sleep
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
         self.default_generator = torch.cuda.default_generators[self.device.index]
@@ -167,7 +181,7 @@ class CUDABackend(GraphBackend):
 
     def new_pool(self, label: str) -> CUDAPool:
         """Return a new private pool."""
-        return CUDAPool(label, self.device, self.stream)
+        return CUDAPool(label, self.device, self.stream, can_sleep=self.can_sleep)
 
     @contextmanager
     def capture(
@@ -277,10 +291,14 @@ class CUDABackend(GraphBackend):
         return CudaAllocations(self.stream)
 
     def free_bytes(self) -> int | None:
-        """Return the free bytes of the device plus those that the allocator caches."""
+        """Return the free bytes of the device plus those that the allocator caches.
+
+        The allocator counts private pools as reserved, even asleep, but they serve nobody else.
+        """
         free, _ = torch.cuda.mem_get_info(self.device)
-        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return free + cached
+        own = (s for s in torch.cuda.memory_snapshot() if s["device"] == self.device.index)
+        common = [s for s in own if tuple(s["segment_pool_id"]) == (0, 0)]
+        return free + sum(s["total_size"] - s["allocated_size"] for s in common)
 
     def synchronize(self) -> None:
         """Wait for the device."""

@@ -5,36 +5,53 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 import torch
 
-from chunkgraph.graphs.addresses import AddressRanges, tensor_at
+from chunkgraph.errors import ConfigError
+from chunkgraph.graphs.addresses import AddressRanges, Pool, tensor_at
 from chunkgraph.graphs.allocations import Allocation, AllocationLog
-from chunkgraph.graphs.contract import Pool
-
-__all__ = ["CUDAPool", "CudaAllocations"]
+from chunkgraph.graphs.arena import Arena
 
 
 class CUDAPool(Pool):
-    """A private pool of the caching allocator."""
+    """A private pool of the caching allocator.
 
-    def __init__(self, label: str, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self.label = label
-        self.device = device
-        self._stream = stream  # the capture stream: a freed block serves only its own stream
-        self.handle = torch.cuda.graph_pool_handle()
-        self._is_held = False
+    Args:
+        label: Name of the pool in errors.
+        device: Its device.
+        stream: The capture stream: a freed block serves only its own stream.
+        can_sleep: Whether it takes its memory from an `Arena`.
 
-    def hold(self) -> None:
-        """Create the pool and keep it while this object lives, not only while its graphs do."""
-        if not self._is_held:
-            self._is_held = True
-            index = self.device.index
-            torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
-            torch._C._cuda_endAllocateToPool(index, self.handle)
-            weakref.finalize(self, torch._C._cuda_releasePool, index, self.handle).atexit = False
+    Raises:
+        ConfigError: torch does not ask the arena for memory.
+    """
+
+    def __init__(
+        self, label: str, device: torch.device, stream: torch.cuda.Stream, *, can_sleep: bool
+    ) -> None:
+        self.label, self.device, self._stream = label, device, stream
+        with torch.cuda.device(device):
+            self._arena = Arena(device.index) if can_sleep else None
+            pool = torch.cuda.MemPool(self._arena.allocator) if self._arena is not None else None
+        self.handle: Any = torch.cuda.graph_pool_handle() if pool is None else pool.id
+        # The pool exists while this object does, not only while its graphs do.
+        torch._C._cuda_beginAllocateCurrentThreadToPool(device.index, self.handle)
+        torch._C._cuda_endAllocateToPool(device.index, self.handle)
+        weakref.finalize(self, torch._C._cuda_releasePool, device.index, self.handle).atexit = False
+        if self._arena is None:
+            return
+        weakref.finalize(self, self._arena.retire).atexit = False
+        self.allocate(1)
+        if not self._arena.num_segments:
+            raise ConfigError(
+                f"can_sleep=True, but torch {torch.__version__} takes memory of {label} from "
+                "elsewhere. Capture outside of regions of other memory pools (use_mem_pool, "
+                "torch_memory_saver); unset expandable_segments in PYTORCH_ALLOC_CONF and "
+                "PYTORCH_CUDA_ALLOC_CONF; or use a newer torch."
+            )
 
     @contextmanager
     def serving_this_thread(self) -> Iterator[None]:
@@ -58,9 +75,25 @@ class CUDAPool(Pool):
         the segment.
         """
         if num_bytes > 0 and not _keeps_large_blocks_whole():
-            self.hold()
-            with torch.cuda.stream(self._stream), self.serving_this_thread():
-                torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            if self._arena is not None:
+                with suppress(torch.OutOfMemoryError):  # torch raises one that says more
+                    self._arena.prepare(num_bytes)
+            self.allocate(num_bytes)
+
+    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
+        """See `Pool`."""
+        with torch.cuda.stream(self._stream), self.serving_this_thread():
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+
+    def sleep(self) -> None:
+        """See `Pool`."""
+        assert self._arena is not None
+        self._arena.sleep()
+
+    def wake(self) -> None:
+        """See `Pool`."""
+        assert self._arena is not None
+        self._arena.wake()
 
     def live(self) -> AddressRanges:
         """Return the addresses of allocated blocks, from the allocator's snapshot."""

@@ -174,6 +174,8 @@ class MegatronChunkGraphs:
         receiver: Counts the receives into slots; explains why there are none.
         guard: Runs a step again if something had no room in it; None if no feature needs that.
         before_run: Callback before each run of a step's schedule; a repeated step has two runs.
+        sleep: See `ChunkGraphs.sleep`.
+        wake: See `ChunkGraphs.wake`.
     """
 
     def __init__(
@@ -198,6 +200,7 @@ class MegatronChunkGraphs:
             banks=Banks() if features.plans is None else features.plans.banks,
             backend=backend,
         )
+        self.sleep, self.wake = engine.sleep, engine.wake
         self.site = site
         self.features = features
         self.scope = site.scope
@@ -228,6 +231,11 @@ class MegatronChunkGraphs:
     def counters(self) -> Any:
         """Return the counts of captures, replays and eager fallbacks so far."""
         return self.engine.counters
+
+    @property
+    def is_asleep(self) -> bool:
+        """Return whether the graphs sleep."""
+        return self.engine.is_asleep
 
     def find(self, kind: type[AnyFeature]) -> AnyFeature | None:
         """Return the feature of this kind, or None; ``find(Experts).dropped_tokens()``."""

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from chunkgraph.graphs import GraphBackend, Pool
+import torch
 
-__all__ = ["MemoryPlan", "PoolPlan", "plan_for_slots"]
+from chunkgraph.errors import CaptureError
+from chunkgraph.graphs import GraphBackend, Pool
 
 MemoryPlan = Literal["shared_backward", "pool_per_slot", "one_pool"]
 
@@ -43,6 +44,11 @@ class PoolPlan:
         plan: See the module's table.
         backend: Backend that creates the pools.
         label: Prefix of the pools' names.
+
+    Attributes:
+        scratch: The pool that all backwards share; None: they use those of the slots.
+        static: The pool of the inputs and gradients that graphs read; None: they never sleep.
+        slot_pools: The pools of the slots.
     """
 
     def __init__(self, plan: MemoryPlan, backend: GraphBackend, label: str) -> None:
@@ -52,6 +58,7 @@ class PoolPlan:
         self.scratch: Pool | None = None
         if plan != "pool_per_slot":
             self.scratch = backend.new_pool(f"{label} scratch")
+        self.static = backend.new_pool(f"{label} inputs") if backend.can_sleep else None
         self.slot_pools: list[Pool] = []
 
     def forward_pool(self, slot_label: str, num_bytes: int = 0) -> Pool:
@@ -80,5 +87,50 @@ class PoolPlan:
 
     @property
     def pools(self) -> list[Pool]:
-        """Return all pools of the session."""
+        """Return all pools that graphs of the session allocate from."""
         return [*self.slot_pools, *([self.scratch] if self.scratch else [])]
+
+    def refuse_in_use(self) -> None:
+        """Refuse memory that others use after a session, if a sleep would lose it.
+
+        Raises:
+            CaptureError: something uses memory of a pool.
+        """
+        for pool in self.pools if self._backend.can_sleep else ():
+            if live := pool.live():
+                raise CaptureError(
+                    f"{live.num_bytes} bytes of {pool.label} are still in use after the capture, "
+                    "and sleep() would lose them: a library keeps a workspace or a table that it "
+                    "created in the capture. Let it create them in the first eager call, or leave "
+                    "out can_sleep."
+                )
+
+    def sleep(self) -> None:
+        """Give all memory back to the device, which has finished all work."""
+        for pool in self._all():
+            pool.sleep()
+
+    def wake(self) -> None:
+        """Get memory for the same addresses again.
+
+        Raises:
+            torch.OutOfMemoryError: too little is free; all pools still sleep.
+        """
+        pools = self._all()
+        try:
+            for pool in pools:
+                pool.wake()
+        except RuntimeError as error:
+            self.sleep()
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+            needed, free = sum(p.reserved_bytes for p in pools), self._backend.free_bytes() or 0
+            raise torch.OutOfMemoryError(
+                f"{self._label}: waking the graphs needs {needed / 2**20:.0f} MiB, but only "
+                f"{free / 2**20:.0f} MiB of {self._backend.device} are free. They still sleep.\n"
+                "  To do: free memory, such as that of an inference engine in this or another "
+                "process, and call wake() again; or call release()."
+            ) from error
+
+    def _all(self) -> list[Pool]:
+        return [*self.pools, *([self.static] if self.static else [])]

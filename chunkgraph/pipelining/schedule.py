@@ -59,6 +59,8 @@ class GraphedSchedule:
         graphs: The rank's chunk graphs.
         slots: The slots of the pipeline.
         receive_memory: Memory of the receives in replayed steps.
+        sleep: See `ChunkGraphs.sleep`.
+        wake: See `ChunkGraphs.wake`.
 
     Example::
 
@@ -97,6 +99,7 @@ class GraphedSchedule:
                 for stage in self._stages
             ]
             self.graphs = self._new_graphs(options, settings)
+        self.sleep, self.wake = self.graphs.sleep, self.graphs.wake
         equal = {
             "chunkgraph": __version__,
             "torch": torch.__version__,
@@ -106,6 +109,11 @@ class GraphedSchedule:
             "on_failure": options.on_failure,
         }
         refuse_differences(self._agree, rank, equal)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Return whether the graphs sleep."""
+        return self.graphs.is_asleep
 
     def step(
         self, *args: Any, num_microbatches: int | None = None, eager: bool = False, **kwargs: Any

@@ -98,10 +98,14 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize("verify", ["poison", "shadow", "none"])
-def test_any_mixture_equals_eager(backend: GraphBackend, verify: Any) -> None:
+@pytest.mark.parametrize(
+    ("verify", "sleeps"),
+    [("poison", False), ("shadow", False), ("none", False), ("none", True)],
+)
+def test_any_mixture_equals_eager(backend: GraphBackend, verify: Any, sleeps: bool) -> None:
     """Random steps have lengths, numbers of microbatches and orders other than the capture."""
     eager, mine = modules(backend.device), modules(backend.device)
+    backend.can_sleep = sleeps
     graphs = ChunkGraphs(
         mine,
         [3, 3],
@@ -120,6 +124,9 @@ def test_any_mixture_equals_eager(backend: GraphBackend, verify: Any) -> None:
         with graphs.step(len(lengths), plan=StepPlan(lengths)):
             results = run(graphs.callables, mine, lengths, order, backend.device)
         assert same(results, expected), step
+        if sleeps:
+            graphs.sleep()
+            graphs.wake()
     assert graphs.counters.fallbacks == {"capture warmup": 1}
     assert (graphs.counters.capture_sessions, graphs.counters.captures) == (1, 2 * 3 * 3)
     assert set(graphs.counters.replays_of_bank) == set(BANKS)
@@ -259,8 +266,8 @@ def test_static_memory_of_two_slots_is_proved_apart(
     from chunkgraph.engine.capture import session
     from chunkgraph.errors import MemoryPlanError
 
-    one_for_all = SlotStatics(is_shared=True)
-    monkeypatch.setattr(session, "SlotStatics", lambda **_: one_for_all)
+    one_for_all = SlotStatics()
+    monkeypatch.setattr(session, "SlotStatics", lambda _: one_for_all)
     graphs = ChunkGraphs(modules(backend.device)[:1], [2], backend=backend, banks=Banks(BANKS))
     x = torch.ones(12, WIDTH, device=backend.device, requires_grad=True)
     samples = {key: [(derive(0, (x,), {}, 12, key)[0][0], key)] for key in BANKS}

@@ -123,6 +123,20 @@ def test_tensors_kept_outside_of_the_module_are_refused(backend: GraphBackend) -
         KEPT.clear()
 
 
+@pytest.mark.parametrize("can_sleep", [False, True])
+def test_memory_kept_outside_of_tensors_would_be_lost_in_a_sleep(can_sleep: bool) -> None:
+    """As libraries do that create a workspace in their first call."""
+    kept: list[torch.UntypedStorage] = []
+    module = Leaving(lambda _, h: kept.append((h.detach() * 1).untyped_storage()))
+    backend = RecorderBackend(can_sleep=can_sleep)
+    if not can_sleep:
+        capture(module, rows(backend), backend=backend)
+        return
+    message = r"512 bytes of chunk 0 slot 0 pool .* in use.* first eager call"
+    with pytest.raises(CaptureError, match=message):
+        capture(module, rows(backend), backend=backend)
+
+
 class Result:
     """A class that pytrees do not know."""
 

@@ -228,22 +228,23 @@ def test_a_graph_that_cannot_be_made_is_freed(
 
 
 @pytest.mark.parametrize("uses_kernels", [True, False])
+@pytest.mark.parametrize("can_sleep", [True, False])
 def test_the_default_backend_follows_the_options(
-    monkeypatch: pytest.MonkeyPatch, uses_kernels: bool
+    monkeypatch: pytest.MonkeyPatch, uses_kernels: bool, can_sleep: bool
 ) -> None:
-    backends: list[tuple[str, bool]] = []
+    backends: list[tuple[str, bool, bool]] = []
 
-    def cuda(device: torch.device, *, memset_kernels: bool) -> RecorderBackend:
-        backends.append((str(device), memset_kernels))
+    def cuda(device: torch.device, *, memset_kernels: bool, can_sleep: bool) -> RecorderBackend:
+        backends.append((str(device), memset_kernels, can_sleep))
         return RecorderBackend()
 
     monkeypatch.setattr(arguments, "CUDABackend", cuda)
     parameter: Any = SimpleNamespace(device=torch.device("cuda", 3))
     chunk = Chunk(forward=lambda x: x, parameters=(parameter,), label="chunk 0")
-    options = CaptureOptions(memset_kernels=uses_kernels)
+    options = CaptureOptions(memset_kernels=uses_kernels, can_sleep=can_sleep)
     with contextlib.suppress(AttributeError):  # it is no parameter
         ChunkGraphs([chunk], [1], options=options)
-    assert backends == [("cuda:3", uses_kernels)]
+    assert backends == [("cuda:3", uses_kernels, can_sleep)]
 
 
 @pytest.mark.gpu

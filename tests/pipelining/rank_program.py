@@ -138,11 +138,11 @@ CASES = {
         Case("1f1b shadow", "Schedule1F1B", options={"verify": "shadow"}, counts=(4, 2)),
         Case("gpipe", "ScheduleGPipe"),
         Case("looped bfs", "ScheduleLoopedBFS", 2),
-        Case("interleaved", "ScheduleInterleaved1F1B", 2),
+        Case("interleaved", "ScheduleInterleaved1F1B", 2, options={"can_sleep": True}),
         Case("interleaved shared", "ScheduleInterleaved1F1B", 2, options={"shared_slots": True}),
         Case("zero bubble", "ScheduleInterleavedZeroBubble"),
         Case("interleaved zero bubble", "ScheduleInterleavedZeroBubble", 2, graphs_loss=True),
-        Case("zero bubble v", "ScheduleZBVZeroBubble", 2),
+        Case("zero bubble v", "ScheduleZBVZeroBubble", 2, options={"can_sleep": True}),
         Case(
             "zero bubble v shared",
             "ScheduleZBVZeroBubble",
@@ -346,6 +346,10 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
         optimizer.step()
         if has_graphs:
             receive_memory.append(runner.receive_memory.num_buffers)
+            if case.options.get("can_sleep"):
+                runner.sleep()
+                assert runner.is_asleep is (step > 0)
+                runner.wake()
         if step in (1, 3) and case.schedule not in V_SHAPED:
             modules.eval()
             with torch.no_grad():

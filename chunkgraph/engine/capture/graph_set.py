@@ -89,6 +89,11 @@ class GraphSet:
         by_chunk = zip(*[bank.slots for bank in self.banks.values()], strict=True)
         return tuple(tuple(slot for slots in of_chunk for slot in slots) for of_chunk in by_chunk)
 
+    def forget_inputs(self) -> None:
+        """Load every constant input again next time."""
+        for slot in (slot for slots in self.slots for slot in slots):
+            slot.inputs.forget_sources()
+
     def release(self) -> None:
         """Release all graphs and their memory."""
         for slots in self.slots:

@@ -128,6 +128,7 @@ def capture_session(
         captured = _run(chunks, num_slots, samples, settings, maker)
         slots = [slot for of_chunk in captured.slots for slot in of_chunk]
         refuse_dangling(chunks[0].label if len(chunks) == 1 else rank, pools.pools, slots)
+        pools.refuse_in_use()
     except BaseException:
         if captured is not None:
             captured.release()
@@ -371,18 +372,17 @@ def _label(session: _Session, label: str, key: Hashable) -> str:
 
 def _new_slot(session: _Session, key: Hashable, c: int, s: int) -> Slot:
     """Return the slot to capture into. Its first variant creates the memory of all variants."""
-    shared_slots, num_banks = session.settings.shared_slots, len(session.samples)
+    shared_slots = session.settings.shared_slots
     label = f"{session.chunks[c].label} slot {s}"
     slot_id: Hashable = s if shared_slots else (c, s)
     if slot_id not in session.memories:
         chunks = range(len(session.chunks)) if shared_slots else (c,)
         slot_bytes = max(w[i].slot_bytes for w in session.warm_ups.values() for i in chunks)
         session.backend.release_cached_memory()
-        has_variants = num_banks > 1 or (shared_slots and len(session.chunks) > 1)
         session.memories[slot_id] = SlotMemory(
             slot_id,
             session.maker.pools.forward_pool(label, slot_bytes),
-            SlotStatics(is_shared=has_variants),
+            SlotStatics(session.maker.pools.static),
         )
     memory = replace(session.memories[slot_id], live=AddressRanges())
     return Slot(c, s, _label(session, label, key), key, memory)

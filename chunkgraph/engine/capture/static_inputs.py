@@ -18,6 +18,7 @@ from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.layout import dense_strides, span
 from chunkgraph.engine.tree import Call, flatten
 from chunkgraph.errors import CaptureError
+from chunkgraph.graphs import Pool
 
 
 def call_with(
@@ -86,36 +87,32 @@ def static_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class SlotStatics:
-    """Memory outside all pools that the variants of one slot read, one variant at a time.
+    """Memory, not of graphs, that the variants of one slot read, one variant at a time.
 
     Activations and gradients share memory. Inputs without a gradient do not, because a slot may
     keep a constant input, which another variant would overwrite.
 
     Args:
-        is_shared: whether the slot has several variants.
+        pool: where the memory lies; None: outside of all pools.
     """
 
-    def __init__(self, *, is_shared: bool) -> None:
-        self._is_shared = is_shared
-        self._memory: dict[tuple[str, int], torch.Tensor] = {}
+    def __init__(self, pool: Pool | None = None) -> None:
+        self._pool = pool
+        self._memory: dict[tuple[str, int], torch.UntypedStorage] = {}
 
     def input_like(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return the static input of tensor ``index``, with the values of ``tensor``."""
-        if not (self._is_shared and tensor.requires_grad):
+        if type(tensor) is not torch.Tensor:
             return static_like(tensor)
-        static = self._place(("input", index), tensor.shape, dense_strides(tensor), tensor)
-        return static.copy_(tensor.detach()).requires_grad_()
+        key = ("input", index) if tensor.requires_grad else ("constant", len(self._memory))
+        static = self._place(key, tensor.shape, dense_strides(tensor), tensor)
+        return static.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
 
     def gradient_like(
         self, index: int, output: torch.Tensor, strides: tuple[int, ...]
     ) -> torch.Tensor:
         """Return the static gradient, all zero, of differentiable output ``index``."""
-        num_elements = span(output.shape, strides)
-        memory = (
-            self._place(("gradient", index), (num_elements,), (1,), output)
-            if self._is_shared
-            else torch.empty(num_elements, dtype=output.dtype, device=output.device)
-        )
+        memory = self._place(("gradient", index), (span(output.shape, strides),), (1,), output)
         return memory.zero_().as_strided(output.shape, strides)
 
     def _place(
@@ -124,11 +121,15 @@ class SlotStatics:
         """Return a new tensor on the shared memory, with its own version counter."""
         num_bytes = span(shape, strides) * like.element_size()
         memory = self._memory.get(key)
-        if memory is None or memory.numel() < num_bytes or memory.device != like.device:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+        if memory is None or memory.nbytes() < num_bytes or memory.device != like.device:
+            if self._pool is not None and self._pool.device == like.device:
+                memory = self._pool.allocate(max(1, num_bytes))
+            else:
+                new = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+                memory = new.untyped_storage()
             self._memory[key] = memory
         place = torch.empty(0, dtype=like.dtype, device=like.device)
-        return place.set_(memory.untyped_storage(), 0, tuple(shape), tuple(strides))
+        return place.set_(memory, 0, tuple(shape), tuple(strides))
 
 
 _MARK = "_chunkgraph_constant"

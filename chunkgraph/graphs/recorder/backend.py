@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import (
 )
 
 from chunkgraph.errors import CaptureError, ChunkGraphError
-from chunkgraph.graphs.addresses import AddressRange
-from chunkgraph.graphs.contract import GraphBackend, Pool
+from chunkgraph.graphs.addresses import AddressRange, Pool
+from chunkgraph.graphs.contract import GraphBackend
 from chunkgraph.graphs.failure import capture_failure, current_location
 from chunkgraph.graphs.operators import (
     computes_nothing,
@@ -82,6 +82,7 @@ class RecorderBackend(GraphBackend):
     Args:
         limit_bytes: Maximum bytes of all pools together, like a device's memory; a capture that
             needs more fails as on a GPU. None for no limit.
+        can_sleep: See `GraphBackend`.
     """
 
     name = "recorder"
@@ -89,7 +90,8 @@ class RecorderBackend(GraphBackend):
     memsets_kept = ""
     default_generator = torch.default_generator
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
+    def __init__(self, limit_bytes: int | None = None, *, can_sleep: bool = False) -> None:
+        self.can_sleep = can_sleep
         self.device = torch.device("cpu")
         self._limit_bytes = limit_bytes
         self._pools: weakref.WeakSet[SimulatedPool] = weakref.WeakSet()
@@ -135,7 +137,8 @@ class RecorderBackend(GraphBackend):
         """Return the rest of the limit; None without a limit."""
         if self._limit_bytes is None:
             return None
-        return self._limit_bytes - sum(pool.reserved_bytes for pool in self._pools)
+        awake = (pool for pool in self._pools if not pool.is_asleep)
+        return self._limit_bytes - sum(pool.reserved_bytes for pool in awake)
 
     def _take_segment(self, num_bytes: int) -> None:
         free = self.free_bytes()

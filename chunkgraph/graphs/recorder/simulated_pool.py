@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chunkgraph.graphs.addresses import AddressRanges
-from chunkgraph.graphs.contract import Pool
+from chunkgraph.graphs.addresses import AddressRanges, Pool
 
 ROUND_BYTES = 512
 SEGMENT_BYTES = 1 << 20
@@ -30,13 +29,17 @@ class SimulatedPool(Pool):
 
     Args:
         label: Name of the pool in errors.
-        take_segment: Callback with the bytes of every new segment, before it is allocated.
+        take_segment: Callback with the bytes of segments before they are allocated, or wake.
+
+    Attributes:
+        is_asleep: Whether its memory counts as free.
     """
 
     def __init__(self, label: str, take_segment: Callable[[int], object] = lambda _: None) -> None:
         self.label = label
         self.device = torch.device("cpu")
         self._take_segment = take_segment
+        self.is_asleep = False
         self._segments: list[tuple[int, np.ndarray]] = []
         self._free: list[tuple[int, int]] = []  # (num_bytes, start), sorted: best fit first
         self._used: dict[int, int] = {}  # start -> num_bytes
@@ -67,6 +70,17 @@ class SimulatedPool(Pool):
         # The storage keeps `owner` alive, so both are freed together.
         weakref.finalize(owner, self._dead.append, start).atexit = False
         return storage
+
+    def sleep(self) -> None:
+        """Lose all contents. See `Pool`."""
+        self.poison()
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        """Lose what was written meanwhile. See `Pool`."""
+        self._take_segment(self.reserved_bytes)
+        self.is_asleep = False
+        self.poison()
 
     def alias(self, start: int, num_bytes: int) -> torch.UntypedStorage:
         """Return a storage on the same bytes that does not keep the block in use.

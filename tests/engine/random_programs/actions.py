@@ -32,6 +32,10 @@ def _between(world: World, name: str) -> None:
     match name:
         case "release":
             _release_if(world, True)
+        case "sleep":
+            for engine in world.engines:
+                engine.sleep()
+                engine.wake()
         case "load_state_dict" | "assign_state_dict":
             for chunk, state in zip(world.chunks, world.saved_state, strict=True):
                 values = {k: v.clone() for k, v in state.items()}

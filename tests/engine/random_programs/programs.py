@@ -86,6 +86,11 @@ class Program:
     backward: str = "whole"
 
     @property
+    def sleeps(self) -> bool:
+        """Whether graphs sleep and wake between steps."""
+        return any("sleep" in (*s.before, *s.after) for s in self.steps)
+
+    @property
     def is_plain(self) -> bool:
         """Whether the program has nothing that a contract may reasonably refuse."""
         kinds = {
@@ -174,6 +179,7 @@ BETWEEN = (
     "preset_transposed_grads",
     "without_gradients",
     "seed",
+    "sleep",
 )
 EXOTIC_BETWEEN = (
     "freeze",

@@ -6,6 +6,7 @@ import collections
 import os
 import random
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -52,6 +53,18 @@ def test_most_programs_without_exotic_behaviour_are_replayed_and_equal() -> None
         check(program, verdict)
     num_equal = sum(v.kind == "equal" and v.num_replays > 0 for v in verdicts)
     assert num_equal >= len(plain) // 2, [v.why for v in verdicts if v.kind != "equal"]
+
+
+def test_programs_that_sleep_before_every_step_are_equal_or_refused() -> None:
+    programs = [sampled(1, number) for number in range(16)]
+    sleeping = [
+        replace(p, steps=tuple(replace(s, before=(*s.before, "sleep")) for s in p.steps))
+        for p in programs
+    ]
+    verdicts = [compare(program) for program in sleeping]
+    for program, verdict in zip(sleeping, verdicts, strict=True):
+        check(program, verdict)
+    assert sum(v.kind == "equal" and v.num_replays > 0 for v in verdicts) >= 6
 
 
 @pytest.mark.skipif(not MINUTES, reason="a long run, by hand: CHUNKGRAPH_RANDOM_MINUTES is not set")

@@ -121,7 +121,7 @@ class World:
         split = SPLIT if program.backward == "split" else None
         for group in groups:
             num_slots = [next(slots) for _ in group]
-            backend = RecorderBackend()
+            backend = RecorderBackend(can_sleep=program.sleeps)
             chunks = [
                 Chunk.from_module(module, f"chunk {c}", program=split)
                 for c, module in enumerate(group)
