@@ -5,6 +5,7 @@ Ranks exchange nothing but element-wise maxima, now or ahead of time.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -172,8 +173,7 @@ def lost_ranks_named() -> Iterator[None]:
                     loss += f" No word from rank {silent}: stopped, hung or ended."
             except WorkerError:
                 loss += " The job's store does not answer either; rank 0 serves it, or torchrun."
-        if kill_stopped_ranks():
-            loss += " Killed the stopped ranks of this machine, for which torchrun would wait."
+        atexit.register(kill_stopped_ranks)  # torchrun ends this rank when it notices
         raise WorkerError(loss) from error
 
 

@@ -217,21 +217,19 @@ def _is_stopped_for_good(pid: int) -> bool:
     return False
 
 
-def kill_stopped_ranks() -> bool:
-    """Kill ranks of this machine that are stopped, if torchrun started them; return if any was.
+def kill_stopped_ranks() -> None:
+    """Kill the ranks of this machine that are stopped, if torchrun started them.
 
-    A rank that ends with an error calls this: torchrun ends the other ranks then, and waits half a
-    minute for one that is stopped.
+    Otherwise torchrun, which ends all ranks after the first error, waits half a minute for them.
     """
-    are_stopped = False
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError):  # it has ended
-                state, parent = path.read_text().rpartition(")")[2].split()[:2]
-                if state == "T" and int(parent) == os.getppid():
-                    os.kill(int(path.parent.name), signal.SIGKILL)
-                    are_stopped = True
-    return are_stopped
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if state == "T" and int(parent) == os.getppid():
+                sys.stderr.write(f"Killing process {path.parent.name}, a rank that is stopped.\n")
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -1,18 +1,20 @@
 """Jobs of two ranks, one of which stops itself: ``stopping_ranks.py FOLDER CLASS...``.
 
 The ranks are forked from this process, which has imported torch, and have no launcher: rank 0
-serves the store. The rank that is not stopped writes what ended it, and when.
+serves the store. Printed is when the other rank of each job ended; the folder has its error. Under
+torchrun, ``stopping_ranks.py CLASS MOMENT RANK`` is one such job.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
 import signal
+import socket
 import sys
 import time
-import traceback
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -27,12 +29,15 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from chunkgraph.jobs.processes import die_with_parent
 from chunkgraph.pipelining import GraphedSchedule, GraphedStage
 
-TIMEOUT_S = 6
+TIMEOUT_S = 6  # also in the test
 MOMENTS = {"warmup": 0, "capture": 1, "replay": 2}
+LIMIT_S = TIMEOUT_S + 30
 WIDTH = 4
+Case = tuple[str, str, int]  # class of the schedule, moment, rank that is stopped
 
 
 def stop() -> None:
+    sys.stderr.write("stops now\n")
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -82,60 +87,61 @@ def train(name: str, moment: str, *, stops: bool, num_steps: int = 4) -> None:
         schedules.step(*args, **target)
 
 
-def run_rank(rank: int, port: int, name: str, moment: str, *, stops: bool) -> None:
-    timeout = timedelta(seconds=TIMEOUT_S)
-    url = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=2, timeout=timeout)
+def run_rank(name: str, moment: str, *, stops: bool, **place: Any) -> None:
+    """Train as one rank; without its place in the job, as that of the environment."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S), **place)
     train(name, moment, stops=stops)
 
 
-def run_job(folder: Path, name: str, moment: str, stopped: int, port: int) -> Iterator[int]:
-    """Start the ranks of a job; yield their process ids."""
-    for rank in range(2):
-        pid = os.fork()
-        if pid == 0:
-            die_with_parent()
-            try:
-                run_rank(rank, port, name, moment, stops=rank == stopped)
-                text = "trained to the end"
-            except BaseException:
-                text = traceback.format_exc()
-            (folder / f"{name} {moment} {stopped}").write_text(text)
-            sys.exit(1)
-        yield pid
+def start_rank(folder: Path, case: Case, rank: int, url: str) -> int:
+    """Fork a rank, which writes its error into the folder; return its process id."""
+    if pid := os.fork():
+        return pid
+    die_with_parent()
+    name, moment, stopped = case
+    place = {"init_method": url, "rank": rank, "world_size": 2}
+    try:
+        run_rank(name, moment, stops=rank == stopped, **place)
+    except Exception as error:  # noqa: BLE001
+        (folder / " ".join(map(str, case))).write_text(str(error))
+    sys.exit(1)
 
 
-def main(folder: Path, names: list[str], port: int) -> int:
+def run_jobs(folder: Path, cases: list[Case]) -> None:
+    """Run several jobs at a time, and kill what is left of them; most of their time is waiting."""
+    jobs: dict[Case, list[int]] = {}
+    for case in cases:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        jobs[case] = [start_rank(folder, case, rank, url) for rank in range(2)]
+    ended: dict[Case, float] = {}
+    start = time.monotonic()
+    while len(ended) < len(jobs) and time.monotonic() < start + LIMIT_S:
+        time.sleep(0.05)
+        for case in jobs.keys() - ended:
+            if os.waitpid(jobs[case][1 - case[2]], os.WNOHANG)[0]:
+                ended[case] = time.monotonic() - start
+    for case, pids in jobs.items():
+        for rank, pid in enumerate(pids):
+            if rank == case[2] or case not in ended:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        print(*case, ended.get(case, "inf"), sep=",", flush=True)
+
+
+def main(folder: Path, names: list[str]) -> None:
     warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    __import__("torch._dynamo")
-    todo = list(product(names, MOMENTS, range(2)))
-    for first in range(0, len(todo), 6):
-        jobs = []
-        for name, moment, stopped in todo[first : first + 6]:
-            pids = list(run_job(folder, name, moment, stopped, port))
-            jobs.append(((name, moment, stopped), pids, time.monotonic()))
-            port += 1
-        left = list(jobs)
-        while left and time.monotonic() < jobs[-1][2] + TIMEOUT_S + 60:
-            for job in list(left):
-                case, pids, start = job
-                if os.waitpid(pids[1 - case[2]], os.WNOHANG)[0]:
-                    print(*case, round(time.monotonic() - start, 1), flush=True)
-                    left.remove(job)
-            time.sleep(0.05)
-        for case, pids, _ in left:
-            print("HANGS", *case)
-        for job in jobs:
-            for pid in job[1]:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-                except OSError:
-                    pass
-    return 0
+    importlib.import_module("torch._dynamo")
+    cases = list(product(names, MOMENTS, range(2)))
+    for first in range(0, len(cases), 6):
+        run_jobs(folder, cases[first : first + 6])
 
 
 if __name__ == "__main__":
-    die_with_parent()
-    sys.exit(main(Path(sys.argv[1]), sys.argv[3:], int(sys.argv[2])))
+    if "RANK" in os.environ:
+        run_rank(*sys.argv[1:3], stops=os.environ["RANK"] == sys.argv[3])
+    else:
+        die_with_parent()
+        main(Path(sys.argv[1]), sys.argv[2:])
