@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import attach_fault_probe
 import context_probe
 import dropless_probe
 import fault_probe
@@ -51,6 +52,7 @@ _PROBES: dict[str, Any] = {
     "context": context_probe,
     "groups_end": groups_end_probe,
     "fault": fault_probe,
+    "attach_fault": attach_fault_probe,
 }
 
 
