@@ -15,7 +15,6 @@ from chunkgraph.megatron.features import FEATURES
 from chunkgraph.trainer.model import build_model
 from chunkgraph.trainer.setup import seed_everything
 
-
 METHODS = ("facts", "prepare", "of", "wrap", "bind")
 
 
