@@ -37,10 +37,12 @@ def test_flash_attention_keeps_no_scores():
 def test_recomputed_layers_keep_their_inputs_alone():
     plan = plan_slots(4, 2, rank=0)  # 12 layers a chunk
     pairs = estimate_memory(plan, dataclasses.replace(GPT3, recompute_group_size=2))
-    assert pairs.slot_bytes_per_chunk == ((6 + 1) * 2 * SBH,) * 2
+    forward = (4 * 2 + 4 * 4) * SBH  # of one layer: hidden states, and both middles of the MLP
+    assert pairs.slot_bytes_per_chunk == ((6 + 1) * 2 * SBH + forward,) * 2
     assert pairs.scratch_bytes == estimate_memory(plan, GPT3).scratch_bytes + SBH * 114
     block = dataclasses.replace(GPT3, recompute_group_size=1, num_recomputed_layers=5)
-    assert estimate_memory(plan, block).slot_bytes_per_chunk == (7 * SBH * 114 + 6 * 2 * SBH,) * 2
+    one_slot = 7 * SBH * 114 + 6 * 2 * SBH + forward
+    assert estimate_memory(plan, block).slot_bytes_per_chunk == (one_slot,) * 2
 
 
 def test_recomputed_modules_are_scratch_of_one_layer():
