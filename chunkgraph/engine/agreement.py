@@ -139,7 +139,7 @@ class Maximum:
 
 
 _SILENCE = timedelta(seconds=5)
-_Answer = TypeVar("_Answer")
+AnswerT = TypeVar("AnswerT")
 
 
 @contextlib.contextmanager
@@ -188,19 +188,13 @@ def _silent_ranks() -> str:
     return ", ".join(str(rank) for rank, name in enumerate(names) if not store.check([name]))
 
 
-def ask_store(request: Callable[[], _Answer], limit: timedelta) -> _Answer:
-    """Return what a request to the job's store returns.
-
-    The store of a process that is stopped never answers most requests, whatever their timeout.
-
-    Args:
-        request: Uses the store; continues in a thread if it takes too long.
-        limit: The longest wait of the store's own; it has a second more.
+def ask_store(request: Callable[[], AnswerT], limit: timedelta) -> AnswerT:
+    """Return what a request to the job's store returns; a stopped process's never answers some.
 
     Raises:
-        WorkerError: The request did not end.
+        WorkerError: The request has not ended a second after the limit, which is the store's own.
     """
-    answer: Future[_Answer] = Future()
+    answer: Future[AnswerT] = Future()
 
     def ask() -> None:
         try:

@@ -351,9 +351,7 @@ class MemoryEstimate:
         return self.slot_bytes + self.scratch_bytes + self.logit_bytes + of_weights
 
 
-def estimate_memory(
-    plan: SlotPlan, model: ModelSizes, *, shared_slots: bool = False
-) -> MemoryEstimate:
+def estimate_memory(plan: SlotPlan, model: ModelSizes) -> MemoryEstimate:
     """Estimate the memory of a plan on one rank.
 
     Context parallelism only reduces the tokens on a rank. A slot also holds its chunk's output (the
@@ -365,8 +363,6 @@ def estimate_memory(
     Args:
         plan: Plan of the rank.
         model: Sizes of the model.
-        shared_slots: Whether the rank's chunks share slots, as many as its peak of microbatches in
-            flight.
 
     Raises:
         TopologyError: The layers cannot be spread evenly over the stages.
@@ -406,9 +402,7 @@ def estimate_memory(
         num_optimized += -(-num_of_experts // model.experts.num_optimizer_shards)
     return MemoryEstimate(
         slot_bytes_per_chunk=tuple(slots),
-        slot_bytes=plan.peak_in_flight * max(slots)
-        if shared_slots
-        else sum(map(mul, plan.slots_per_chunk, slots)),
+        slot_bytes=sum(map(mul, plan.slots_per_chunk, slots)),
         scratch_bytes=group_size * whole.layer_activation_bytes
         + model.attention_scratch_bytes
         + model.exchange_bytes
