@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -139,7 +139,6 @@ class Maximum:
 
 
 _SILENCE = timedelta(seconds=5)
-AnswerT = TypeVar("AnswerT")
 
 
 @contextlib.contextmanager
@@ -188,13 +187,13 @@ def _silent_ranks() -> str:
     return ", ".join(str(rank) for rank, name in enumerate(names) if not store.check([name]))
 
 
-def ask_store(request: Callable[[], AnswerT], limit: timedelta) -> AnswerT:
+def ask_store(request: Callable[[], Any], limit: timedelta) -> Any:
     """Return what a request to the job's store returns; a stopped process's never answers some.
 
     Raises:
         WorkerError: The request has not ended a second after the limit, which is the store's own.
     """
-    answer: Future[AnswerT] = Future()
+    answer: Future[Any] = Future()
 
     def ask() -> None:
         try:
