@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from in_process import Trained
 from megatron_jobs import in_scope
 from packed_cases import HAS_LATENT, SMALL_LATENT, all_but_the_first_replay
@@ -144,6 +145,27 @@ def test_adapters(
     pytest.importorskip("peft")
     counts = {"interleaved": [4, 2, 8, 6], "1f1b": [3, 2, 9, 8, 7, 6, 5, 4]}
     _check(run_equal(_pipelines(make_config, counts, lora=where), 2))
+
+
+def test_evaluations_of_merged_adapters_between_steps(one_rank: Any, config: Any) -> None:
+    pytest.importorskip("peft")
+    import megatron_lora
+
+    runs = []
+    for graphs in (None, {"scope": "chunk"}):
+        model = Trained(one_rank, config, graphs, prepare=megatron_lora.add_adapters)
+        trained = [p for c in model.chunks for p in c.parameters() if p.requires_grad]
+        results: list[Any] = []
+        for step, count in enumerate((2, 3, 1, 4)):
+            results.append(model.step(step, count))
+            results += [p.main_grad.clone() for p in trained]
+            megatron_lora.merge(model.chunks)
+            results.append(model.step(9, 2, forward_only=True, clears=False))
+            megatron_lora.merge(model.chunks, is_undone=True)
+        runs.append(list(map(torch.as_tensor, results)))
+    assert all(map(torch.equal, *runs))
+    assert len(set(runs[0][0].tolist())) > 1
+    assert (model.graphs.counters.replays, model.graphs.counters.capture_sessions) == (8, 1)
 
 
 def _pipelines(

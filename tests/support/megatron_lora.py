@@ -22,10 +22,16 @@ class _Adapted(Linear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result, bias = self.base_layer(x, *args, **kwargs)
-        for name in self.active_adapters:
+        for name in self.active_adapters if not self.merged else ():
             down, up = self.lora_A[name], self.lora_B[name]
             result = result + up(down(self.lora_dropout[name](x))) * self.scaling[name]
         return result, bias
+
+
+def merge(chunks: list[nn.Module], *, is_undone: bool = False) -> None:
+    """Add all adapters to the weights, or subtract them again."""
+    for layer in (m for chunk in chunks for m in chunk.modules() if isinstance(m, _Adapted)):
+        layer.unmerge() if is_undone else layer.merge()
 
 
 def add_adapters(chunk: nn.Module) -> None:
