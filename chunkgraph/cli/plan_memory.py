@@ -83,6 +83,7 @@ def sizes_of(
         num_recomputed_layers=num_recomputed if by_layer else None,
         recomputed_modules=frozenset(parts if granularity == "selective" else ()),
         num_mtp_layers=value("mtp_num_layers") or 0,
+        is_deterministic=bool(value("deterministic") or value("deterministic_mode")),
         is_quantized=bool(value("fp8")),
         has_quantized_weights=bool(value("fp8_param_gather")),
     )
@@ -90,10 +91,9 @@ def sizes_of(
 
 def omissions_of(value: Callable[[str], Any]) -> list[str]:
     """Return a line on what the settings use and the estimate does not count, if there is any."""
-    found = ["DeepEP's buffers"] if value("moe_token_dispatcher_type") == "flex" else []
-    if value("recompute_granularity") == "full":  # measured: up to 2.4 GiB of 10.2
-        found.append("all that a recomputed layer holds for a while")
-    return [f"Memory does not count: {', '.join(found)}."] if found else []
+    if value("moe_token_dispatcher_type") == "flex":
+        return ["Memory does not count: DeepEP's buffers."]
+    return []
 
 
 def _latent(value: Callable[[str], Any]) -> LatentSizes | None:

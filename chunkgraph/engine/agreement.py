@@ -5,9 +5,11 @@ Ranks exchange nothing but element-wise maxima, now or ahead of time.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from chunkgraph.errors import ConfigError, WorkerError, describe_loss
+from chunkgraph.jobs.processes import kill_stopped_ranks
 
 __all__ = [
     "Agree",
@@ -23,6 +26,7 @@ __all__ = [
     "Maximum",
     "agree_alone",
     "agree_on_cause",
+    "ask_store",
     "job_timeout",
     "lost_ranks_named",
     "new_group",
@@ -162,27 +166,49 @@ def lost_ranks_named() -> Iterator[None]:
             raise
         if not (loss := describe_loss(cause, str(cause), dist.get_rank())):
             raise
-        silent: list[int] = []
-        thread = Thread(target=_find_silent_ranks, args=(silent,), daemon=True)
-        thread.start()  # a store of a stopped process never answers, whatever the timeout
-        thread.join(_SILENCE.total_seconds() + 1)
-        if thread.is_alive():
-            loss += " The job's store does not answer either; rank 0 serves it, or torchrun."
-        elif silent:
-            loss += f" No word from rank {', '.join(map(str, silent))}: stopped, hung or ended."
+        with contextlib.suppress(Exception):  # the store has ended
+            try:
+                if silent := ask_store(_silent_ranks, _SILENCE):
+                    loss += f" No word from rank {silent}: stopped, hung or ended."
+            except WorkerError:
+                loss += " The job's store does not answer either; rank 0 serves it, or torchrun."
+        atexit.register(kill_stopped_ranks)  # torchrun ends this rank when it notices
         raise WorkerError(loss) from error
 
 
-def _find_silent_ranks(silent: list[int]) -> None:
-    """Tell the other ranks that this one waits no longer; append those that do not tell so."""
-    with contextlib.suppress(Exception):  # the store has ended
-        store: Any = dist.distributed_c10d._get_default_store()
-        store = store.clone() if hasattr(store, "clone") else store  # others may be waiting
-        names = [f"chunkgraph/alive/{rank}" for rank in range(dist.get_world_size())]
-        store.set(names[dist.get_rank()], "")
-        with contextlib.suppress(RuntimeError):  # not all have set theirs
-            store.wait(names, _SILENCE)
-        silent += [rank for rank, name in enumerate(names) if not store.check([name])]
+def _silent_ranks() -> str:
+    """Tell the other ranks that this one waits no longer; return those that do not tell so."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    store = store.clone() if hasattr(store, "clone") else store  # others may be waiting
+    names = [f"chunkgraph/alive/{rank}" for rank in range(dist.get_world_size())]
+    store.set(names[dist.get_rank()], "")
+    with contextlib.suppress(RuntimeError):  # not all have set theirs
+        store.wait(names, _SILENCE)
+    return ", ".join(str(rank) for rank, name in enumerate(names) if not store.check([name]))
+
+
+def ask_store(request: Callable[[], Any], limit: timedelta) -> Any:
+    """Return what a request to the job's store returns; a stopped process's never answers some.
+
+    Raises:
+        WorkerError: The request has not ended a second after the limit, which is the store's own.
+    """
+    answer: Future[Any] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(request())
+        except Exception as error:  # noqa: BLE001 - raised below
+            answer.set_exception(error)
+
+    Thread(target=ask, daemon=True).start()
+    try:
+        return answer.result(limit.total_seconds() + 1)
+    except TimeoutError:
+        raise WorkerError(
+            f"Rank {dist.get_rank()} stopped because another rank ended or did not answer in time: "
+            "the job's store does not answer. Rank 0 serves it, or torchrun."
+        ) from None
 
 
 def agree_on_cause(agree: Agree, cause: str) -> tuple[str, bool]:

@@ -35,6 +35,7 @@ __all__ = [
     "follows_from_another",
     "guard_session",
     "keep_quiet",
+    "kill_stopped_ranks",
     "leave",
     "run_rank",
     "write_error",
@@ -214,6 +215,21 @@ def _is_stopped_for_good(pid: int) -> bool:
         pending = int(status.partition("ShdPnd:")[2].split()[0], 16)
         return "State:\tT" in status and bool(pending >> (signal.SIGTERM - 1) & 1)
     return False
+
+
+def kill_stopped_ranks() -> None:
+    """Kill the ranks of this machine that are stopped, if torchrun started them.
+
+    Otherwise torchrun, which ends all ranks after the first error, waits half a minute for them.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if state == "T" and int(parent) == os.getppid():
+                sys.stderr.write(f"Killing process {path.parent.name}, a rank that is stopped.\n")
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -35,6 +35,7 @@ __all__ = ["ExpertSizes", "LatentSizes", "MemoryEstimate", "ModelSizes", "estima
 
 _LOG_SUM_EXP_BYTES = 4
 _FLOAT_BYTES = 4
+_KEYS_OF_PART = 256
 _NUM_EXCHANGED = 4
 """Copies of the exchanged rows: by token, by rank, as received, by expert."""
 
@@ -134,6 +135,7 @@ class ModelSizes:
         num_recomputed_layers: Number of recomputed layers of each chunk; None for all.
         recomputed_modules: Parts of all layers that are recomputed, under Megatron's names.
         num_mtp_layers: Number of layers that predict further tokens, all on the last stage.
+        is_deterministic: Whether attention adds up its gradients in a fixed order.
         is_quantized: Whether linear layers multiply in FP8.
         has_quantized_weights: Whether their weights are FP8 without a copy of 16 bits.
     """
@@ -162,6 +164,7 @@ class ModelSizes:
     num_recomputed_layers: int | None = None
     recomputed_modules: frozenset[str] = frozenset()
     num_mtp_layers: int = 0
+    is_deterministic: bool = False
     is_quantized: bool = False
     has_quantized_weights: bool = False
 
@@ -194,6 +197,25 @@ class ModelSizes:
             split += (2 * element + 1) * self.num_attention_heads * self.seq_length
         of_split = self._split(tokens * split, self.tensor_parallel_size)
         return self._split(tokens * whole, self._num_splits) + of_split
+
+    @property
+    def layer_forward_bytes(self) -> int:
+        """Return the bytes that the forward of a recomputed layer holds at its peak."""
+        of_mlp = self.seq_length * self.micro_batch_size * self._mlp_bytes
+        return 4 * self.hidden_bytes + self._split(of_mlp, self.tensor_parallel_size)
+
+    @property
+    def attention_scratch_bytes(self) -> int:
+        """Return the bytes of the parts that deterministic flash attention adds up for a gradient.
+
+        Each part is of all queries in float32 and of 256 keys, which fits benchmarks on an H200.
+        """
+        if not (self.is_deterministic and self.has_flash_attention):
+            return 0
+        width = self.num_attention_heads * (self.head_size or 0) or self.hidden_size
+        part_bytes = self.seq_length * self.micro_batch_size * width * _FLOAT_BYTES
+        num_parts = -(-self.seq_length // _KEYS_OF_PART)
+        return self._split(num_parts * part_bytes, self.tensor_parallel_size)
 
     @property
     def exchange_bytes(self) -> int:
@@ -329,21 +351,18 @@ class MemoryEstimate:
         return self.slot_bytes + self.scratch_bytes + self.logit_bytes + of_weights
 
 
-def estimate_memory(
-    plan: SlotPlan, model: ModelSizes, *, shared_slots: bool = False
-) -> MemoryEstimate:
+def estimate_memory(plan: SlotPlan, model: ModelSizes) -> MemoryEstimate:
     """Estimate the memory of a plan on one rank.
 
     Context parallelism only reduces the tokens on a rank. A slot also holds its chunk's output (the
-    first norm saves the input). Scratch is roughly the gradients of one layer's (or recomputed
-    group's) activations and of one layer's weights. Of embedding, output layer and loss only the
-    logits are counted, once.
+    first norm saves the input) and, if layers are recomputed, room for the forward of one. Scratch
+    is roughly the gradients of one layer's (or recomputed group's) activations and of one layer's
+    weights, and what attention adds up. Of embedding, output layer and loss only the logits are
+    counted, once.
 
     Args:
         plan: Plan of the rank.
         model: Sizes of the model.
-        shared_slots: Whether the rank's chunks share slots, as many as its peak of microbatches in
-            flight.
 
     Raises:
         TopologyError: The layers cannot be spread evenly over the stages.
@@ -361,11 +380,13 @@ def estimate_memory(
         num_recomputed = min(layers_per_chunk, model.num_recomputed_layers or layers_per_chunk)
     kept_bytes = (layers_per_chunk - num_recomputed) * model.layer_activation_bytes
     chunk_bytes = kept_bytes + (-(-num_recomputed // group_size) + 1) * model.hidden_bytes
+    whole = replace(model, recomputed_modules=frozenset())  # as a backward recomputes a layer
+    if num_recomputed:
+        chunk_bytes += whole.layer_forward_bytes
     embedding = -(-model.vocab_size * model.hidden_size // model.tensor_parallel_size)
     num_embeddings = (plan.rank == 0) + (plan.rank == plan.num_ranks - 1)
     if model.has_tied_embeddings:
         num_embeddings = min(num_embeddings, 1)
-    whole = replace(model, recomputed_modules=frozenset())  # as a backward recomputes a layer
     is_last = plan.rank == plan.num_ranks - 1
     num_mtp = model.num_mtp_layers if is_last else 0
     num_layers = layers_per_chunk * plan.num_chunks + num_mtp
@@ -381,10 +402,9 @@ def estimate_memory(
         num_optimized += -(-num_of_experts // model.experts.num_optimizer_shards)
     return MemoryEstimate(
         slot_bytes_per_chunk=tuple(slots),
-        slot_bytes=plan.peak_in_flight * max(slots)
-        if shared_slots
-        else sum(map(mul, plan.slots_per_chunk, slots)),
+        slot_bytes=sum(map(mul, plan.slots_per_chunk, slots)),
         scratch_bytes=group_size * whole.layer_activation_bytes
+        + model.attention_scratch_bytes
         + model.exchange_bytes
         + model.num_layer_parameters * model.bytes_per_element,
         parameter_bytes=num_parameters * model.bytes_per_element

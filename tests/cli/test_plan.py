@@ -99,8 +99,11 @@ def test_memory_is_compared_with_a_gpu(config, capsys):
     assert "Does not fit in 1.4 MiB: rank 0 needs " in out
 
 
-@pytest.mark.parametrize("name", ["moe_ep1_dropless", "moe_ep2_dropless_s4096"])
-def test_memory_of_dropless_experts_is_about_as_measured(run, name):
+@pytest.mark.parametrize(
+    "name",
+    ["moe_ep1_dropless", "moe_ep2_dropless_s4096", "dense_pp2_s4096", "dense_pp2_recompute"],
+)
+def test_memory_is_about_as_measured(run, name):
     config = f"configs/bench/{name.removesuffix('_s4096')}.yaml"
     length = 4096 if name.endswith("_s4096") else 1024
     planned = json.loads(run(REPOSITORY / config, f"model.seq_length={length}", "--json", "-"))[0]
@@ -108,7 +111,7 @@ def test_memory_of_dropless_experts_is_about_as_measured(run, name):
     graphs = next(v for v in document["variants"] if v["name"] == "chunk")
     measured_bytes = sum(graphs["pool_bytes_by_rank"][0].values())
     ratio = (planned["slot_bytes"] + planned["scratch_bytes"]) / measured_bytes
-    assert 0.85 < ratio < 1.3
+    assert 0.85 < ratio < 1.35
 
 
 def test_memory_of_hybrid_models_is_not_made_up(run, config):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from in_process import Trained
 from megatron_jobs import in_scope
 from packed_cases import HAS_LATENT, SMALL_LATENT, all_but_the_first_replay
@@ -131,9 +132,49 @@ def test_frozen_stages(
     run_equal: Callable[..., Any], make_config: Callable[..., Any], where: str
 ) -> None:
     """A first stage without trainable parameters has no backward; one slot serves it."""
+    counts = {"interleaved": [2, 4, 6], "1f1b": [3, 2, 5, 9]}
+    _check(run_equal(_pipelines(make_config, counts, frozen=[where]), 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["all", "last"])
+def test_adapters(
+    run_equal: Callable[..., Any], make_config: Callable[..., Any], where: str
+) -> None:
+    """Stages are frozen but for adapters of peft, all of them or the last one."""
+    pytest.importorskip("peft")
+    counts = {"interleaved": [4, 2, 8, 6], "1f1b": [3, 2, 9, 8, 7, 6, 5, 4]}
+    _check(run_equal(_pipelines(make_config, counts, lora=where), 2))
+
+
+def test_evaluations_of_merged_adapters_between_steps(one_rank: Any, config: Any) -> None:
+    pytest.importorskip("peft")
+    import megatron_lora
+
+    runs = []
+    for graphs in (None, {"scope": "chunk"}):
+        model = Trained(one_rank, config, graphs, prepare=megatron_lora.add_adapters)
+        trained = [p for c in model.chunks for p in c.parameters() if p.requires_grad]
+        results: list[Any] = []
+        for step, count in enumerate((2, 3, 1, 4)):
+            results.append(model.step(step, count))
+            results += [p.main_grad.clone() for p in trained]
+            megatron_lora.merge(model.chunks)
+            results.append(model.step(9, 2, forward_only=True, clears=False))
+            megatron_lora.merge(model.chunks, is_undone=True)
+        runs.append(list(map(torch.as_tensor, results)))
+    assert all(map(torch.equal, *runs))
+    assert len(set(runs[0][0].tolist())) > 1
+    assert (model.graphs.counters.replays, model.graphs.counters.capture_sessions) == (8, 1)
+
+
+def _pipelines(
+    make_config: Callable[..., Any], counts: dict[str, list[int]], **case: Any
+) -> dict[str, dict[str, Any]]:
+    """Return cases of three schedules on two ranks."""
     model = {**_FOUR_LAYERS, "hidden_dropout": 0.1, "untie_embeddings_and_output_weights": True}
     schedules = {"1f1b": ("auto", None), "interleaved": ("auto", 2), "zb": ("zb-h1", None)}
-    cases = {
+    return {
         name: {
             "config": make_config(
                 model=model,
@@ -142,14 +183,13 @@ def test_frozen_stages(
                     "virtual_pipeline_model_parallel_size": num_chunks,
                     "schedule": schedule,
                 },
-                train={"num_microbatches": [2, 4, 6] if num_chunks else [3, 2, 5, 9]},
+                train={"num_microbatches": counts["interleaved" if num_chunks else "1f1b"]},
                 capture={"scope": "chunk"},
             ),
-            "frozen": [where],
+            **case,
         }
         for name, (schedule, num_chunks) in schedules.items()
     }
-    _check(run_equal(cases, 2))
 
 
 def _metrics(

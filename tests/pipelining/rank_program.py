@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
+import importlib.util
 import logging
 import os
 import sys
@@ -104,17 +104,38 @@ class Case:
     is_static: bool = False
     csv: bool = False
     frozen: tuple[int, ...] = ()  # stages without trainable parameters
+    lora: bool = False  # the other stages train adapters alone
 
 
+_SOME = (3, 2, 8, 6, 4)
+_ANY = (*_SOME, 9, 7, 5)
+_CLASSES = (
+    ("1f1b", "Schedule1F1B", 1, _ANY),
+    ("gpipe", "ScheduleGPipe", 1, _ANY),
+    ("interleaved", "ScheduleInterleaved1F1B", 2, _SOME),
+    ("zero bubble", "ScheduleInterleavedZeroBubble", 2, _SOME),
+    ("zero bubble v", "ScheduleZBVZeroBubble", 2, _ANY),
+)
+_LORA = [
+    case
+    for name, cls, num_local, counts in _CLASSES
+    if importlib.util.find_spec("peft") is not None
+    for case in (
+        Case(f"lora all {name}", cls, num_local, counts=counts, lora=True, drops=True),
+        Case(
+            f"lora last {name}",
+            cls,
+            num_local,
+            # Of several stages those of "interleaved", with which the others are compared.
+            counts=_ANY if num_local == 1 else _SOME,
+            frozen=tuple(range(2 * num_local - 1)),
+            lora=True,
+        ),
+    )
+]
 _FROZEN = [
     Case(f"frozen {where} {name}", schedule, num_local, frozen=frozen)
-    for name, schedule, num_local in (
-        ("1f1b", "Schedule1F1B", 1),
-        ("gpipe", "ScheduleGPipe", 1),
-        ("interleaved", "ScheduleInterleaved1F1B", 2),
-        ("zero bubble", "ScheduleInterleavedZeroBubble", 2),
-        ("zero bubble v", "ScheduleZBVZeroBubble", 2),
-    )
+    for name, schedule, num_local, _ in _CLASSES
     for where, frozen in (
         ("first", (0,)),
         ("last", (2 * num_local - 1,)),
@@ -160,6 +181,7 @@ CASES = {
         ),
         Case("csv", "ScheduleInterleaved1F1B", 2, csv=True),
         *_FROZEN,
+        *_LORA,
     ],
     4: [
         Case("1f1b", "Schedule1F1B"),
@@ -236,7 +258,9 @@ def make_stages(case: Case, place: Place, kind: type) -> list[Any]:
         module: nn.Module = Blocks(
             range(i * per_stage, (i + 1) * per_stage), drops=case.drops and i == 0
         )
-        module.requires_grad_(i not in case.frozen)
+        module.requires_grad_(i not in case.frozen and not case.lora)
+        if case.lora and i not in case.frozen:
+            module = with_adapters(module, i, 0.1 if case.drops else 0.0)
         if case.sharded is not None:
             shard(module, case.sharded, place)
         elif place.replicas is not None:
@@ -253,6 +277,26 @@ def make_stages(case: Case, place: Place, kind: type) -> list[Any]:
         device = torch.device("cpu")
         stages.append(kind(module, i, num_stages, device, group=place.pipeline, **args))
     return stages
+
+
+def with_adapters(module: nn.Module, seed: int, dropout: float) -> Any:
+    peft = importlib.import_module("peft")
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(
+        r=2, target_modules=["up", "down"], lora_dropout=dropout, init_lora_weights=False
+    )
+    return peft.get_peft_model(module, config)
+
+
+def evaluate_merged(modules: nn.ModuleList) -> list[torch.Tensor]:
+    """Return what each stage computes after its adapters were merged, then take them out again."""
+    adapted = [module for module in modules if hasattr(module, "merge_adapter")]
+    for module in adapted:
+        module.merge_adapter()
+    outputs = [module(torch.ones(ROWS, WIDTH)) for module in modules]
+    for module in adapted:
+        module.unmerge_adapter()
+    return outputs
 
 
 def shard(module: nn.Module, policy: MixedPrecisionPolicy, place: Place) -> None:
@@ -304,7 +348,7 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
     stages = make_stages(case, place, case.stage if has_graphs else pipelining.PipelineStage)
     modules = nn.ModuleList(stage.submod for stage in stages)
     named = {
-        name[name.index("blocks.") :]: p
+        name[name.index("blocks.") :]: p  # with "base_model.model." before it in an adapted stage
         for name, p in modules.named_parameters()
         if p.requires_grad
     }
@@ -350,10 +394,13 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
                 runner.sleep()
                 assert runner.is_asleep is (step > 0)
                 runner.wake()
-        if step in (1, 3) and case.schedule not in V_SHAPED:
+        if step in (1, 3):
             modules.eval()
             with torch.no_grad():
-                values.append(call(runner.eval, 50 + step, case.counts[0]))
+                if case.schedule not in V_SHAPED:
+                    values.append(call(runner.eval, 50 + step, case.counts[0]))
+                if case.lora:
+                    values.append(evaluate_merged(modules))
             modules.train()
     parameters = {name: local(p.detach()).clone() for name, p in named.items()}
     return Run(values, parameters, runner if has_graphs else None, stages, receive_memory)
@@ -401,6 +448,8 @@ def compare(case: Case, place: Place, folder: Path) -> dict[str, Any]:
     slots = graphs.slots
     indices = [stage.stage_index for stage in graphs._stages]
     shared = case.options.get("shared_slots")
+    # Frozen stages from the first one on have no backward.
+    alone = [i for i in indices if set(case.frozen).issuperset(range(i + 1))]
     return {
         "equal": [same(a, b) for a, b in zip(eager.values, run.values, strict=True)],
         "parameters equal": same(eager.parameters, run.parameters),
@@ -411,15 +460,14 @@ def compare(case: Case, place: Place, folder: Path) -> dict[str, Any]:
         "pairs": (
             slots.of_rank[place.rank] * len(indices)
             if shared
-            else sum(1 if i in case.frozen and i == 0 else slots.of_stage[i] for i in indices)
+            else sum(1 if i in alone else slots.of_stage[i] for i in indices)
         ),
         "inputs elsewhere": [getattr(s, "num_elsewhere", 0) for s in run.stages],
         "receive buffers": [num_receive_buffers(r.stages) for r in (eager, run)],
         "receive memory": run.receive_memory,
         "num warmup": case.options.get("num_warmup_steps", 1),
         "num replays": len(indices) * sum(case.counts[case.options.get("num_warmup_steps", 1) :]),
-        # A frozen first stage has no backward.
-        "num forwards alone": sum(case.counts[1:]) if 0 in case.frozen and 0 in indices else 0,
+        "num forwards alone": sum(case.counts[1:]) * len(alone),
     }
 
 

@@ -55,9 +55,9 @@ def test_schedules_are_equal_to_eager(size: int, only: str, tmp_path: Path) -> N
     for name in ranks[0]:
         of_case = [results[name] for results in ranks]
         check(f"{name} on {size} ranks", of_case)
-        if name in OTHER_ORDER + OTHER_MODEL or "data" in name:
+        if name in OTHER_ORDER + OTHER_MODEL or "data" in name or name.startswith("lora all"):
             continue
-        if name.startswith("frozen"):
+        if name.startswith(("frozen", "lora")):
             references = " ".join((*name.split()[:2], "interleaved")), name
             trained = [[results[r] for results in ranks] for r in references if r in ranks[0]]
             assert "1f1b" in name or "gpipe" in name or same_training(*trained), name
@@ -78,7 +78,8 @@ def test_schedules_are_equal_to_eager(size: int, only: str, tmp_path: Path) -> N
 def check(name: str, ranks: list[dict[str, Any]]) -> None:
     for rank, result in enumerate(ranks):
         where = f"{name}, rank {rank}"
-        if not name.startswith("frozen first zero bubble"):  # torch loses gradients of its neighbor
+        # Torch loses gradients of the stage after frozen ones.
+        if not name.startswith(("frozen first zero bubble", "lora last zero bubble")):
             assert all(result["equal"]), f"{where}: {result['equal']}"
             assert result["parameters equal"], where
         assert not any(result["inputs elsewhere"]), where

@@ -34,13 +34,28 @@ def test_flash_attention_keeps_no_scores():
     assert flash.layer_activation_bytes == SBH * 34 + 4 * 96 * 2048
 
 
+def test_deterministic_attention_adds_up_parts_of_256_keys():
+    flash = dataclasses.replace(GPT3, has_flash_attention=True, tensor_parallel_size=8)
+    ordered = dataclasses.replace(flash, is_deterministic=True)
+    scratch, more = (
+        estimate_memory(plan_slots(1, rank=0), m).scratch_bytes for m in (flash, ordered)
+    )
+    assert more - scratch == 2048 // 256 * SBH * 4 // 8
+    unfused = dataclasses.replace(GPT3, is_deterministic=True)
+    assert estimate_memory(plan_slots(1, rank=0), unfused) == estimate_memory(
+        plan_slots(1, rank=0), GPT3
+    )
+
+
 def test_recomputed_layers_keep_their_inputs_alone():
     plan = plan_slots(4, 2, rank=0)  # 12 layers a chunk
     pairs = estimate_memory(plan, dataclasses.replace(GPT3, recompute_group_size=2))
-    assert pairs.slot_bytes_per_chunk == ((6 + 1) * 2 * SBH,) * 2
+    forward = (4 * 2 + 4 * 4) * SBH  # of one layer: hidden states, and both middles of the MLP
+    assert pairs.slot_bytes_per_chunk == ((6 + 1) * 2 * SBH + forward,) * 2
     assert pairs.scratch_bytes == estimate_memory(plan, GPT3).scratch_bytes + SBH * 114
     block = dataclasses.replace(GPT3, recompute_group_size=1, num_recomputed_layers=5)
-    assert estimate_memory(plan, block).slot_bytes_per_chunk == (7 * SBH * 114 + 6 * 2 * SBH,) * 2
+    one_slot = 7 * SBH * 114 + 6 * 2 * SBH + forward
+    assert estimate_memory(plan, block).slot_bytes_per_chunk == (one_slot,) * 2
 
 
 def test_recomputed_modules_are_scratch_of_one_layer():
@@ -86,7 +101,6 @@ def test_bytes_of_a_rank():
     assert estimate.slot_bytes_per_chunk == (one_slot, one_slot)
     assert estimate.slot_bytes == (8 + 4) * one_slot
     assert plan.peak_in_flight == 11
-    assert estimate_memory(plan, GPT3, shared_slots=True).slot_bytes == 11 * one_slot
     assert estimate.scratch_bytes == SBH * 114 + 2 * layer
     assert estimate.parameter_bytes == 2 * (24 * layer + 51200 * 12288)
     assert estimate.gradient_bytes == 2 * estimate.parameter_bytes

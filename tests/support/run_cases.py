@@ -5,6 +5,7 @@ Only the first job imports Megatron, and jobs share eager runs.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import attach_fault_probe
 import context_probe
 import dropless_probe
 import fault_probe
@@ -50,6 +52,7 @@ _PROBES: dict[str, Any] = {
     "context": context_probe,
     "groups_end": groups_end_probe,
     "fault": fault_probe,
+    "attach_fault": attach_fault_probe,
 }
 
 
@@ -65,7 +68,7 @@ class EagerRuns:
         model = {name: s for name, s in case["config"].items() if name not in of_graphs}
         model["pipeline"] = {**model.get("pipeline", {}), "schedule": "auto"}
         apart = (
-            *("ddp_options", "transformer_options", "frozen", "offsets"),
+            *("ddp_options", "transformer_options", "frozen", "lora", "offsets"),
             "expert_tensor_parallel_size",
         )
         options = [case.get(name) for name in apart]
@@ -95,7 +98,7 @@ def run_case(case: dict[str, Any], eager_runs: EagerRuns) -> Any:
                 **(case.get("transformer_options") or {}),
                 **_among(case, "expert_tensor_parallel_size"),
             },
-            "prepare": lambda chunk: _freeze(chunk, frozen),
+            "prepare": lambda chunk: _prepare(chunk, frozen, case.get("lora", "")),
         }
         eager = eager_runs.of(case, lambda: run_eager(config, device, **options))
         return asdict(train(config, device, eager=eager, **options))
@@ -149,8 +152,11 @@ def _among(case: dict[str, Any], name: str) -> dict[str, Any]:
     return {name: case[name]} if name in case else {}
 
 
-def _freeze(chunk: nn.Module, patterns: list[str]) -> None:
-    """Freeze parameters by name; "first" and "last" are all of the first and the last stage."""
+def _prepare(chunk: nn.Module, patterns: list[str], lora: str) -> None:
+    """Freeze parameters by name; "first" and "last" are all of the first and the last stage.
+
+    With ``lora`` all parameters are frozen, and all stages or the last one have adapters.
+    """
     model = chunk
     while not hasattr(model, "pre_process"):
         model = model.module
@@ -159,6 +165,10 @@ def _freeze(chunk: nn.Module, patterns: list[str]) -> None:
     for name, parameter in chunk.named_parameters():
         if any(re.search(pattern, name) for pattern in patterns):
             parameter.requires_grad_(False)
+    if lora:
+        chunk.requires_grad_(False)
+        if lora == "all" or model.post_process:
+            importlib.import_module("megatron_lora").add_adapters(chunk)
 
 
 def main(cases_path: str, folder: str) -> None:

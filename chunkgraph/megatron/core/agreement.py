@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from chunkgraph.engine.agreement import Maximum, lost_ranks_named, new_group
+from chunkgraph.engine.agreement import Maximum, ask_store, lost_ranks_named, new_group
 from chunkgraph.megatron.core.access import import_megatron
 
 _HEADER = struct.Struct(">II")  # of a posted value: the rank's place and the number of bytes
@@ -131,6 +131,7 @@ class _Posts:
         name = f"{purpose}/{'-'.join(map(str, ranks))}"
         self._store: Any = distributed_c10d.PrefixStore(f"chunkgraph/{name}/{_uses[name]}", store)
         _uses[name] += 1
+        self._limit = store.timeout
         self._num_ranks, self._place = len(ranks), [*ranks].index(dist.get_rank())
         self._num_rounds = 0
         self._wait: Callable[[], bytes] = bytes
@@ -144,7 +145,8 @@ class _Posts:
         store, number = self._store, self._num_rounds
         self._num_rounds += 1
         posted, count, result = (f"{number}/{name}" for name in ("posted", "count", "result"))
-        with lost_ranks_named():
+
+        def put() -> None:
             store.append(posted, _HEADER.pack(self._place, len(data)) + data)
             if store.add(count, 1) == self._num_ranks:
                 store.set(result, combine(store.get(posted)))
@@ -154,8 +156,10 @@ class _Posts:
         @functools.cache
         @lost_ranks_named()
         def wait() -> bytes:
-            return bytes(store.get(result))
+            return bytes(ask_store(lambda: store.get(result), self._limit))
 
+        with lost_ranks_named():
+            ask_store(put, self._limit)
         self._wait = wait
         return wait
 

@@ -37,7 +37,7 @@ def run_script(
 
 
 PROBE = """
-import os, sys, time
+import os, signal, sys, time
 from datetime import timedelta
 
 import torch
@@ -68,25 +68,35 @@ for step in range(20):
 dist.barrier()
 assert maximum._posts._store.num_keys() < 30  # of 20 steps, and torch's own
 dist.barrier()
-if rank == 2:
+if rank == int(os.environ["LOST"]):
+    if rank == 0:  # it serves the store
+        if not os.fork():
+            time.sleep(15)
+            os.kill(os.getppid(), signal.SIGKILL)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
     os._exit(0)
 begun = time.monotonic()
 try:
     maximum([1])
 except WorkerError as error:
     assert "another rank ended or did not answer in time" in str(error), error
-    assert time.monotonic() - begun < 20
-    print("noticed the rank that ended", flush=True)
+    assert time.monotonic() - begun < 12
+    assert f"rank {os.environ['LOST']}" in str(error).lower(), error
+    print("noticed the rank that is lost", flush=True)
 os._exit(0)
 """
 
 
-def test_agreement_through_the_store_and_the_end_of_a_rank(
-    run_script: Callable[..., tuple[list[int], str]],
+@pytest.mark.parametrize("lost", [2, pytest.param(0, marks=pytest.mark.slow)])
+def test_agreement_through_the_store_and_the_loss_of_a_rank(
+    run_script: Callable[..., tuple[list[int], str]], monkeypatch: pytest.MonkeyPatch, lost: int
 ) -> None:
+    """The last rank ends, or the first one, whose process serves the store, is stopped."""
+    monkeypatch.setenv("LOST", str(lost))
     codes, output = run_script(PROBE, 3)
-    assert codes == [0, 0, 0], output[-3000:]
-    assert output.count("noticed the rank that ended") == 2
+    assert codes == [0 if lost else -9, 0, 0], output[-3000:]
+    assert output.count("noticed the rank that is lost") == 2
 
 
 WITHOUT_GLOO = """

@@ -1,0 +1,147 @@
+"""Jobs of two ranks, one of which stops itself: ``stopping_ranks.py FOLDER CLASS...``.
+
+The ranks are forked from this process, which has imported torch, and have no launcher: rank 0
+serves the store. Printed is when the other rank of each job ended; the folder has its error. Under
+torchrun, ``stopping_ranks.py CLASS MOMENT RANK`` is one such job.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import warnings
+from datetime import timedelta
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from chunkgraph.jobs.processes import die_with_parent
+from chunkgraph.pipelining import GraphedSchedule, GraphedStage
+
+TIMEOUT_S = 6  # also in the test
+MOMENTS = {"warmup": 0, "capture": 1, "replay": 2}
+LIMIT_S = TIMEOUT_S + 30
+WIDTH = 4
+Case = tuple[str, str, int]  # class of the schedule, moment, rank that is stopped
+
+
+def stop() -> None:
+    sys.stderr.write("stops now\n")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Layer(nn.Linear):
+    """Stops its rank when it is called with ``stops`` set: while it is captured."""
+
+    stops = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if Layer.stops:
+            stop()
+        return super().forward(x)
+
+
+class Stage(GraphedStage):
+    """Stops its rank before the second forward of the step of this number."""
+
+    step = last = -1
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if Stage.step == Stage.last and fwd_chunk_id == 1:
+            stop()
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+
+def train(name: str, moment: str, *, stops: bool, num_steps: int = 4) -> None:
+    """Train on this rank, which stops in the warmup, the capture or the second replay."""
+    cls, rank = getattr(pipelining, name), dist.get_rank()
+    indices = [rank] if issubclass(cls, PipelineScheduleSingle) else [rank, rank + 2]
+    if "ZBV" in name:
+        indices = [rank, 3 - rank]
+    num_stages = 2 * len(indices)
+    stages = [Stage(Layer(WIDTH, WIDTH), i, num_stages, torch.device("cpu")) for i in indices]
+
+    def make(count: int) -> Any:
+        given = stages[0] if len(stages) == 1 else stages
+        return cls(given, count, loss_fn=nn.functional.mse_loss)
+
+    schedules = GraphedSchedule(stages, make, (4,))
+    x = torch.randn(8, WIDTH)
+    Stage.last = MOMENTS[moment] if stops and moment != "capture" else -1
+    for step in range(num_steps):
+        Stage.step = step
+        Layer.stops = stops and moment == "capture" and step == 1
+        args = (x,) if 0 in indices else ()
+        target = {"target": x} if num_stages - 1 in indices else {}
+        schedules.step(*args, **target)
+
+
+def run_rank(name: str, moment: str, *, stops: bool, **place: Any) -> None:
+    """Train as one rank; without its place in the job, as that of the environment."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S), **place)
+    train(name, moment, stops=stops)
+
+
+def start_rank(folder: Path, case: Case, rank: int, url: str) -> int:
+    """Fork a rank, which writes its error into the folder; return its process id."""
+    if pid := os.fork():
+        return pid
+    die_with_parent()
+    name, moment, stopped = case
+    place = {"init_method": url, "rank": rank, "world_size": 2}
+    try:
+        run_rank(name, moment, stops=rank == stopped, **place)
+    except Exception as error:  # noqa: BLE001
+        (folder / " ".join(map(str, case))).write_text(str(error))
+    sys.exit(1)
+
+
+def run_jobs(folder: Path, cases: list[Case]) -> None:
+    """Run several jobs at a time, and kill what is left of them; most of their time is waiting."""
+    jobs: dict[Case, list[int]] = {}
+    for case in cases:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        jobs[case] = [start_rank(folder, case, rank, url) for rank in range(2)]
+    ended: dict[Case, float] = {}
+    start = time.monotonic()
+    while len(ended) < len(jobs) and time.monotonic() < start + LIMIT_S:
+        time.sleep(0.05)
+        for case in jobs.keys() - ended:
+            if os.waitpid(jobs[case][1 - case[2]], os.WNOHANG)[0]:
+                ended[case] = time.monotonic() - start
+    for case, pids in jobs.items():
+        for rank, pid in enumerate(pids):
+            if rank == case[2] or case not in ended:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        print(*case, ended.get(case, "inf"), sep=",", flush=True)
+
+
+def main(folder: Path, names: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")
+    cases = list(product(names, MOMENTS, range(2)))
+    for first in range(0, len(cases), 6):
+        run_jobs(folder, cases[first : first + 6])
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        run_rank(*sys.argv[1:3], stops=os.environ["RANK"] == sys.argv[3])
+    else:
+        die_with_parent()
+        main(Path(sys.argv[1]), sys.argv[2:])
