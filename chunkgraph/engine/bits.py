@@ -110,7 +110,9 @@ def digests_of(tensors: Sequence[torch.Tensor | None]) -> Digests:
             columns.append((bits, sums))
     bits, sums = map(torch.cat, zip(*columns, strict=True))
     are_float = [t is not None and t.is_floating_point() for t in tensors]
-    return Digests(bits, sums[:, :-1], sums[:, -1], torch.tensor(are_float, dtype=torch.bool))
+    return Digests(
+        bits, sums[:, :-1], sums[:, -1], torch.tensor(are_float, dtype=torch.bool, device="cpu")
+    )
 
 
 @torch.no_grad()

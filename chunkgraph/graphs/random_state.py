@@ -85,7 +85,7 @@ def answering_device_calls(generator: CapturedGenerator) -> Iterator[None]:
                 return original(*args, **kwargs)
             # An empty state: code outside of the capture cannot set it.
             with _disable_current_modes():
-                return generator.marked(torch.empty(0, dtype=torch.uint8))
+                return generator.marked(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
         return get_rng_state
 

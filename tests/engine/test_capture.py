@@ -338,3 +338,21 @@ def test_training_that_never_captures_warns_once_with_the_cause() -> None:
         warnings.simplefilter("error")
         train(40, lambda number: 4 + (number % 4 == 3))
         train(10, lambda number: 4 + number % 2)
+
+
+@pytest.mark.parametrize("verify", ["none", "shadow", "poison"])
+def test_captures_and_replays_ignore_the_default_device(backend: GraphBackend, verify: Any) -> None:
+    """Like ``torch.set_default_device``: a tensor of ours without a device would land there."""
+    modules = towers(backend, False, False)
+    x = sample(backend)
+    for module in modules:
+        train_microbatch(module, x)
+    options = CaptureOptions(verify=verify)
+    with torch.device("meta"):
+        graphs = ChunkGraphs(modules, [2, 1], backend=backend, options=options)
+        for _ in range(4):
+            with graphs.step(2) as mode:
+                for call in graphs.callables:
+                    for _ in range(2):
+                        train_microbatch(call, x)
+    assert mode is StepMode.REPLAY

@@ -110,7 +110,7 @@ class TensorRef(NamedTuple):
 
     def tensor(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return a tensor with this geometry on ``storage``."""
-        tensor = torch.empty(0, dtype=self.dtype)
+        tensor = torch.empty(0, dtype=self.dtype, device="cpu")
         tensor.set_(storage, self.offset, self.shape, self.stride)
         conj, neg = self.flags
         if conj:

@@ -89,14 +89,15 @@ class PagedStash:
         self.pages = torch.zeros(num_pages + 1, page_bytes, dtype=torch.uint8, device=device)
         self.stack = torch.zeros(num_pages + 1, dtype=torch.int32, device=device)
         self.state = torch.zeros(4, dtype=torch.int64, device=device)
-        self._sent = torch.zeros(4, dtype=torch.int64, pin_memory=self.state.is_cuda)
-        self._event = torch.cuda.Event() if self.state.is_cuda else None
+        is_cuda = self.state.is_cuda
+        self._sent = torch.zeros(4, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
+        self._event = torch.cuda.Event() if is_cuda else None
         self.reset()
 
     def reset(self) -> None:
         """Free all pages; no stashed tensor may be read afterwards."""
-        self.stack.copy_(torch.arange(self.num_pages + 1, dtype=torch.int32))
-        self.state.copy_(torch.tensor([self.num_pages, 0, 0, 0]))
+        self.stack.copy_(torch.arange(self.num_pages + 1, dtype=torch.int32, device="cpu"))
+        self.state.copy_(torch.tensor([self.num_pages, 0, 0, 0], device="cpu"))
 
     def forget_overflow(self) -> None:
         """Reset the shortage and the peak, before a step."""

@@ -127,7 +127,8 @@ class RowCounts:
         self.measures = False
         self._heaviest: torch.Tensor | None = None
         is_cuda = self.total.is_cuda
-        self._host = torch.zeros(self.total.shape, dtype=torch.int64, pin_memory=is_cuda)
+        shape = self.total.shape
+        self._host = torch.zeros(shape, dtype=torch.int64, device="cpu", pin_memory=is_cuda)
         self._event = torch.cuda.Event() if is_cuda else None
 
     def add(self, index: int, flags: torch.Tensor) -> None:
