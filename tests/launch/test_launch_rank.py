@@ -70,9 +70,9 @@ def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
 
             with pytest.raises(ConfigError, match="no effect with --cuda-graph-granularity layer"):
                 _parsed([*own, "--cuda-graph-verify", "poison"])
-            with pytest.raises(ConfigError, match="--cuda-graph-impl transformer_engine"):
+            with pytest.raises(ConfigError, match="--cuda-graph-impl full_iteration"):
                 _parsed(
-                    ["--cuda-graph-granularity", "chunk", "--cuda-graph-impl", "transformer_engine"]
+                    ["--cuda-graph-granularity", "chunk", "--cuda-graph-impl", "full_iteration"]
                 )
         finally:
             hooks.disable()
