@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from chunkgraph.engine import arguments
 from chunkgraph.engine.agreement import Agree, agree_alone, lost_ranks_named
@@ -40,6 +41,7 @@ from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ConfigError, SlotError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.memory import plan_for_slots
+from chunkgraph.optimizer import CapturedOptimizer
 from chunkgraph.slots import plan_slots
 
 __all__ = ["ChunkGraphs"]
@@ -144,6 +146,7 @@ class ChunkGraphs:
         self._is_replaced: Callable[[], bool] = lambda: False
         self._release_replaced: Callable[[], None] = self.release
         self._was_replaced = False  # as of the end of the last step
+        self._optimizers: list[CapturedOptimizer] = []
         self.callables = arguments.as_functions(self.call, self.chunks)
         self.waiting, self.run_waiting = self._replayer.waiting, self._replayer.run_waiting
         self.reserve_input = self._replayer.reserve_input
@@ -415,6 +418,33 @@ class ChunkGraphs:
         if result.is_cause:
             warnings.warn(f"{error}\nTraining continues eagerly on all ranks.", stacklevel=4)
 
+    def capture_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_norm: float | None = None,
+        group: ProcessGroup | None = None,
+    ) -> CapturedOptimizer:
+        """Return an object whose ``step`` clips gradients and steps ``optimizer`` as one graph.
+
+        Args:
+            optimizer: see `CapturedOptimizer`, also for the other arguments.
+            max_norm: the largest norm of all gradients; None: they are not clipped.
+            group: ranks with the other parameters of the model, such as the stages of a pipeline.
+
+        Raises:
+            ConfigError: no graph can hold a step of this optimizer.
+        """
+        captured = CapturedOptimizer(
+            optimizer,
+            self._backend,
+            max_norm=max_norm,
+            group=group,
+            on_failure=self.options.on_failure,
+        )
+        self._optimizers.append(captured)
+        return captured
+
     def release(self) -> None:
         """Drop graphs, pools and static buffers; steps run eagerly until the next capture.
 
@@ -428,6 +458,8 @@ class ChunkGraphs:
             self._backend.synchronize()
             captured.release()
             self._was_released = True
+        for optimizer in self._optimizers:
+            optimizer.release()
         self._of_capture = ()
         self._was_replaced = False
         self._replayer.drop()
