@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from chunkgraph.engine import arguments
 from chunkgraph.engine.agreement import Agree, agree_alone, lost_ranks_named
@@ -74,6 +73,7 @@ class ChunkGraphs:
 
     Attributes:
         chunks: the chunks of the rank.
+        backend: makes the graphs.
         callables: a function for each chunk, called like the chunk.
         waiting: see `Replayer.waiting`.
         run_waiting: see `Replayer.run_waiting`.
@@ -103,7 +103,7 @@ class ChunkGraphs:
         self.counters = Counters()
         self.mode = StepMode.OUTSIDE
         self.failure: CaptureError | None = None
-        self._backend = backend or arguments.default_backend(
+        self.backend = backend or arguments.default_backend(
             self.chunks, memset_kernels=self.options.memset_kernels
         )
         self._decider = StepDecider(agree or agree_alone, self._state, takes_misfits=takes_misfits)
@@ -122,7 +122,7 @@ class ChunkGraphs:
             self._num_slots,
             self._banks,
             self.counters,
-            self._backend.device,
+            self.backend.device,
             shared_slots=self.options.shared_slots,
         )
         self._capturer = Capturer(
@@ -134,14 +134,14 @@ class ChunkGraphs:
                 num_together=num_together,
                 host=host or Host(),
             ),
-            backend=self._backend,
+            backend=self.backend,
             options=self.options,
             banks=self._banks,
             agree=self._decider.agreement.now,
         )
         self._hooks = ChunkHooks(self.chunks)
         labels = [chunk.label for chunk in self.chunks]
-        self._observers: list[Observer] = [*hang_watches(self._backend.device, labels)]
+        self._observers: list[Observer] = [*hang_watches(self.backend.device, labels)]
         self._of_capture: tuple[Observer, ...] = ()
         self._is_replaced: Callable[[], bool] = lambda: False
         self._release_replaced: Callable[[], None] = self.release
@@ -347,7 +347,7 @@ class ChunkGraphs:
         self.counters.fallbacks[reason.text] += 1
         if wants_samples:
             # Otherwise the optimizer's state lies in large blocks of this step and keeps them.
-            self._backend.release_cached_memory()
+            self.backend.release_cached_memory()
 
     def capture(
         self,
@@ -419,29 +419,19 @@ class ChunkGraphs:
             warnings.warn(f"{error}\nTraining continues eagerly on all ranks.", stacklevel=4)
 
     def capture_optimizer(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        max_norm: float | None = None,
-        group: ProcessGroup | None = None,
+        self, optimizer: torch.optim.Optimizer, **options: Any
     ) -> CapturedOptimizer:
         """Return an object whose ``step`` clips gradients and steps ``optimizer`` as one graph.
 
         Args:
-            optimizer: see `CapturedOptimizer`, also for the other arguments.
-            max_norm: the largest norm of all gradients; None: they are not clipped.
-            group: ranks with the other parameters of the model, such as the stages of a pipeline.
+            optimizer: one of torch's that a graph can hold; see `CapturedOptimizer`.
+            options: its ``max_norm`` and ``group``.
 
         Raises:
             ConfigError: no graph can hold a step of this optimizer.
         """
-        captured = CapturedOptimizer(
-            optimizer,
-            self._backend,
-            max_norm=max_norm,
-            group=group,
-            on_failure=self.options.on_failure,
-        )
+        options = {"on_failure": self.options.on_failure, **options}
+        captured = CapturedOptimizer(optimizer, self.backend, **options)
         self._optimizers.append(captured)
         return captured
 
@@ -455,7 +445,7 @@ class ChunkGraphs:
             raise SlotError("release() was called inside a step; release between steps.")
         captured, self._captured = self._captured, None
         if captured is not None:
-            self._backend.synchronize()
+            self.backend.synchronize()
             captured.release()
             self._was_released = True
         for optimizer in self._optimizers:
@@ -470,7 +460,7 @@ class ChunkGraphs:
             del captured
             # Otherwise the pools stay reserved, and eager steps cannot use their memory.
             gc.collect()
-            self._backend.release_workspaces()
+            self.backend.release_workspaces()
 
     def watch_memory(self, is_replaced: Callable[[], bool], release: Callable[[], None]) -> None:
         """Capture again after a library has replaced, on any rank, memory that graphs use.

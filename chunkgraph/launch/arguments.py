@@ -56,7 +56,11 @@ _GRAPH_RULES = (
     Rule(f"cuda_graph_modules=: {_ALL_OF_A_LAYER}; {_LEAVE_OUT}"),
     Rule(f"cuda_graph_scope=: {_ALL_OF_A_LAYER}; {_LEAVE_OUT}"),
     Rule(f"cuda_graph_scope_deprecated=: {_ALL_OF_A_LAYER}; {_LEAVE_OUT}"),
-    Rule("optimizer_cuda_graph: it shares its capture stream with Megatron's other graphs"),
+    Rule(
+        "optimizer_cuda_graph: --cuda-graph-optimizer false keeps the optimizer eager; leave one "
+        "of the two out",
+        lambda f: f.optimizer_cuda_graph and not f.captures_optimizer,
+    ),
     Rule("inference_cuda_graph_scope=: there is no inference in a chunk graph"),
 )
 _PROGRAM_RULES = (
@@ -249,6 +253,8 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
         PackedBanks.of_model(options, args)
     # With any other value Megatron builds its own graphs and takes other code paths.
     args.cuda_graph_impl = "none"
+    if _is_on(args, "optimizer_cuda_graph"):
+        args.optimizer_cuda_graph = False  # chunk graphs hold the optimizer's step already
     if _wants_te_rng(args, on_cpu):
         args.te_rng_tracker = True
     setattr(args, _WARMUP, flags.capture.num_warmup_steps)
@@ -304,6 +310,7 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
     modules = getattr(args, "recompute_modules", None)
     values = {
         **flags.packing.model_dump(),
+        "captures_optimizer": flags.capture.optimizer,
         "context_parallel_sizes": sizes,
         "cuda_graph_impl": implementation,
         "data_parallel_size": _num_copies(args),

@@ -137,8 +137,11 @@ class ChunkGraphsInPretrain:
                 refuse_differences(new_agreement(undo), dist.get_rank(), facts)
 
     @contextlib.contextmanager
-    def training(self, model: Any) -> Iterator[None]:
-        """Attach graphs to the loaded and wrapped model, and detach them on every exit."""
+    def training(self, model: Any, optimizer: Any = None) -> Iterator[None]:
+        """Attach graphs to the loaded and wrapped model, and detach them on every exit.
+
+        They also hold the step of ``optimizer``, unless it is None.
+        """
         self.delaying.close()
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         # Graphs hold memory of communicators: detach them before the process groups are destroyed.
@@ -146,6 +149,8 @@ class ChunkGraphsInPretrain:
             undo.callback(self._forget)
             if self.flags is not None:
                 self._attach(self.flags, model, chunks, undo)
+                if optimizer is not None and self.flags.capture.optimizer:
+                    self._attach_optimizer(optimizer)
             elif self._schedule != "auto":
                 self._driver = eager_driver(chunks, self._schedule)
                 undo.callback(self._driver.close)
@@ -182,6 +187,12 @@ class ChunkGraphsInPretrain:
         if graphs.site.facts().packed:
             self._steps = _packed_steps(args, graphs, chunks, contexts)
             undo.callback(self._steps.close)
+
+    def _attach_optimizer(self, optimizer: Any) -> None:
+        assert self.graphs is not None
+        step = self.graphs.capture_optimizer(optimizer)
+        if step.why_eager:
+            _print_on_rank_0(f"chunk graphs: the optimizer runs eagerly: {step.why_eager}")
 
     def _contexts(
         self, flags: GraphFlags, args: Any, chunks: Sequence[Any], undo: contextlib.ExitStack

@@ -92,9 +92,11 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
         parser.parse_args = parse_args  # type: ignore[method-assign]
         return parser
 
-    def train_with_hooks(forward_step_func: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        with hooks.training(model):
-            return train(forward_step_func, model, *args, **kwargs)
+    def train_with_hooks(
+        forward_step_func: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        with hooks.training(model, optimizer):
+            return train(forward_step_func, model, optimizer, *args, **kwargs)
 
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         hooks.before_model()

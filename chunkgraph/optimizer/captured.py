@@ -70,9 +70,8 @@ class CapturedOptimizer:
             CaptureError: A graph cannot hold the step, and ``on_failure`` is ``raise``.
             ConfigError: The optimizer has changed such that no graph can hold its step.
         """
-        is_ready = self.graph.is_ready()
         self._state.write()
-        if not is_ready:
+        if not self.graph.is_ready():
             with self._state.on_device():
                 norm = self._work()
             self._refuse()

@@ -41,6 +41,9 @@ def _problem_of_torch(optimizer: Any) -> str:
 
 def _problem_of_transformer_engine(optimizer: Any) -> str:
     """Return why Transformer Engine's Adam has no capturable kernel, or ""."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.numel() >= 2**31 - 1 for p in params):
+        return "FusedAdam has no capturable kernel for 2**31 elements"
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if (dtype := getattr(optimizer, name, torch.float32)) is not torch.float32:
             return f"FusedAdam with {name}={dtype} has no capturable kernel"
@@ -110,7 +113,10 @@ class OptimizerState:
         return tuple(facts)
 
     def write(self) -> None:
-        """Write the numbers of the groups to the device, without waiting for it."""
+        """Write the numbers of the groups to the device, without waiting for it.
+
+        Call it before a capture: tensors that a capture creates belong to its graph.
+        """
         for i, group in self.groups:
             for key in self._keys:
                 value, tensor = group.get(key, 0), self._tensor(i, key, group)

@@ -13,7 +13,11 @@ from chunkgraph.settings.rule import Facts, Words
 
 __all__ = ["FILE", "FLAGS", "PROGRAM", "facts_of", "settings_by_fact"]
 
-_NAMES = {"capture.enabled": "captures", "stash.enabled": "stash"}
+_NAMES = {
+    "capture.enabled": "captures",
+    "capture.optimizer": "captures_optimizer",
+    "stash.enabled": "stash",
+}
 """Facts with another name than the last part of the setting's path."""
 _MEGATRON_FLAGS = {
     "bf16": "--bf16",

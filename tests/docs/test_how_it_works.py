@@ -20,7 +20,7 @@ def test_the_path_has_the_stated_files_and_lines() -> None:
     counts = {name: num_lines(name) for name, _ in ROWS}
     wrong = {name: counts[name] for name, stated in ROWS if abs(counts[name] - int(stated)) > 10}
     assert not wrong
-    assert sum(counts.values()) <= 4500
+    assert sum(counts.values()) <= 4525
 
 
 def test_the_picture_shows_these_files() -> None:

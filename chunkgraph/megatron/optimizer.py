@@ -1,0 +1,320 @@
+"""The step of Megatron's optimizer as one graph: gradients, norm, clipping, Adam, parameters.
+
+The graph holds Megatron's own step, captured after an eager one. Where Megatron reads a number from
+the device the capture keeps it there: the norm that scales gradients, and the count of zeros. The
+gather of a distributed optimizer's parameters follows the graph, as it follows the eager step. With
+a loss scale the step first runs eagerly up to Megatron's look for overflows, the one read it keeps.
+
+A step whose gradients, parameters, state and constants are not those of the graph runs eagerly. On
+every rank it has the same collectives in the same order, so ranks need not agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from chunkgraph.graphs import GraphBackend
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes
+from chunkgraph.optimizer import OptimizerState, SettledGradients, StepGraph
+
+__all__ = ["MegatronOptimizerStep"]
+
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
+_CLIPPING = "megatron.core.optimizer.clip_grads"
+_KINDS = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
+_SETTINGS = {
+    "optimizer_cpu_offload": "its state is on the host",
+    "offload_optimizer_states": "its state moves to the host",
+    "use_precision_aware_optimizer": "gradients of another type have no capturable kernel",
+    "reuse_grad_buf_for_mxfp8_param_ag": "MXFP8 parameters share memory with gradients",
+    "overlap_param_gather_with_optimizer_step": "it gathers parameters between two optimizers",
+}
+
+
+@dataclass(frozen=True)
+class _HostNorm:
+    """A norm that Megatron computes on the host, in double precision.
+
+    Attributes:
+        on_device: The norm in float64.
+        read: Reads the norm as Megatron does, if ``on_device`` may differ in the last bit; the host
+            waits for the device.
+    """
+
+    on_device: torch.Tensor
+    read: Callable[[], float] | None = None
+
+
+class _Reads(TorchFunctionMode):
+    """Keep what ``item()`` reads on the device, as a tensor in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.item:
+            return func(*args, **(kwargs or {}))
+        self.tensors.append(args[0].reshape(()))
+        return self.tensors[-1].double()
+
+
+class _Copies(TorchFunctionMode):
+    """Collect copies between tensors instead of copying."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: list[torch.Tensor] = []
+        self.sources: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.copy_:
+            return func(*args, **(kwargs or {}))
+        self.targets.append(args[0])
+        self.sources.append(args[1])
+        return args[0]
+
+
+class MegatronOptimizerStep:
+    """Replace the ``step`` of a Megatron optimizer with one that replays a graph.
+
+    Args:
+        optimizer: Result of ``get_megatron_optimizer``.
+        chunks: Model chunks of this rank, wrapped as for training.
+        backend: Makes the graph.
+        on_failure: After a capture that failed, ``raise`` the error, or stay ``eager``.
+
+    Attributes:
+        why_eager: Why all steps run eagerly, or "".
+        graph: The graph; it counts captures and replays.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        chunks: Sequence[nn.Module],
+        backend: GraphBackend,
+        on_failure: str = "raise",
+    ) -> None:
+        self._optimizer = optimizer
+        self._all_parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        # The others have no parameters on this rank, but take part in collectives.
+        self._parts = [p for p in self._all_parts if not getattr(p, "is_stub_optimizer", False)]
+        self.why_eager = _why_eager(optimizer, self._parts)
+        self.graph = StepGraph("optimizer", backend, self._facts, self._capture, on_failure)
+        self._undo = ExitStack()
+        if self.why_eager:
+            return
+        self._model = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
+        self._states = [OptimizerState(part.optimizer) for part in self._parts]
+        self._is_scaled = any(getattr(part, "grad_scaler", None) for part in self._parts)
+        main = [p for part in self._parts for p in part.get_parameters()]
+        self._gradients = SettledGradients(main if self._is_scaled else [])
+        self._eager_step = optimizer.step
+        self._undo.callback(patch_attributes(optimizer, {"step": self.step}))
+
+    def step(self) -> tuple[bool, Any, Any]:
+        """Step the optimizer; see ``step`` of Megatron's optimizers.
+
+        Returns:
+            Whether it was successful, the norm, and the count of zeros. After a replay the last two
+            are tensors without dimensions or with one element, on the device, unless this
+            release of Megatron computes the norm on the host.
+        """
+        with torch.no_grad(), ExitStack() as prepared:
+            if self._is_scaled:
+                if self._optimizer.prepare_grads():
+                    return False, None, None
+                no_preparation = {"prepare_grads": lambda: False}
+                prepared.callback(patch_attributes(self._optimizer, no_preparation))
+            for state in self._states:
+                state.write()
+            if not self.graph.is_ready():
+                result: tuple[bool, Any, Any] = self._eager_step()
+                self.graph.end_eager_step()
+                return result
+            success, norm, num_zeros = self.graph.replay()
+            for state in self._states:
+                state.end_replay()
+            self._gather_parameters()
+            return success, _given(norm), _given(num_zeros)
+
+    def release(self) -> None:
+        """Free the graph; a later step captures again."""
+        self.graph.release()
+
+    def close(self) -> None:
+        """Free the graph, and restore Megatron's own step."""
+        self._undo.close()
+        self.release()
+
+    def _facts(self) -> Hashable:
+        """Return the addresses and constants of a step; see `StepGraph`."""
+        facts: list[Hashable] = [self._gradients.settle()]
+        facts += [state.facts() for state in self._states]
+        for part in self._parts:
+            facts += [part.config.clip_grad, part.config.log_num_zeros_in_grad]
+        for p in self._model:
+            grad = getattr(p, "main_grad", None)
+            grad = p.grad if grad is None else grad
+            facts += [p.data_ptr(), None if grad is None else grad.data_ptr()]
+        return tuple(facts)
+
+    def _capture(self) -> tuple[bool, Any, Any]:
+        """Run Megatron's step such that a graph can hold it."""
+        with ExitStack() as stack:
+            for state in self._states:
+                stack.enter_context(state.on_device(captures=True))
+            for part in self._parts:
+                stack.callback(patch_attributes(part.config, {"timers": None}))
+                if hasattr(part, "_copy_main_params_to_model_params"):
+                    copying = {"_copy_main_params_to_model_params": _copying_at_once(part)}
+                    stack.callback(patch_attributes(part, copying))
+            if not _sums_together(self._optimizer):
+                norm = {"get_grad_norm": lambda: _norm_of(self._all_parts)}
+                stack.callback(patch_attributes(self._optimizer, norm))
+            stack.enter_context(_reading_on_device())
+            stack.enter_context(_without_gathers())
+            result: tuple[bool, Any, Any] = self._eager_step()
+            return result
+
+    def _gather_parameters(self) -> None:
+        """Gather the parameters of distributed optimizers, as their own step does at its end."""
+        base, distributed = _mixed_and_distributed()
+        with ExitStack() as stack:
+            done = {"step_with_ready_grads": lambda _: True}
+            stack.callback(patch_attributes(base, done))
+            for part in self._all_parts:
+                if isinstance(part, distributed):
+                    part.step_with_ready_grads()
+
+
+def _why_eager(optimizer: Any, parts: Sequence[Any]) -> str:
+    """Return why no graph can hold the step of a Megatron optimizer; "" if one can."""
+    chained = import_megatron(_OPTIMIZER).ChainedOptimizer
+    if not parts:
+        return "this rank trains no parameter"
+    for part in parts:
+        config, ddp = part.config, getattr(part, "ddp_config", None)
+        if type(part).__name__ not in _KINDS or type(optimizer) not in (type(part), chained):
+            return f"{type(part).__name__} is not supported"
+        for name, why in _SETTINGS.items():
+            if getattr(config, name, False):
+                return f"{name}: {why}"
+        if math.isfinite(getattr(config, "grad_norm_skip_threshold", math.inf)):
+            return "grad_norm_skip_threshold: the host reads the norm"
+        for name in ("use_megatron_fsdp", "fp8_param_gather", "fp4_param_gather"):
+            if getattr(ddp, name, False):
+                return f"{name}: it casts parameters in code of its own"
+        if problem := OptimizerState.problem_of(part.optimizer):
+            return problem
+        of_torch = type(part.optimizer).__module__.startswith("torch.")
+        if of_torch and any(p.is_cuda for p in part.get_parameters()):
+            return "torch's kernels read the learning rate in float32, eager steps in float64"
+    params = [p for part in parts for p in part.get_parameters()]
+    has_groups = any(getattr(p, "grad_norm_group", None) for p in params)
+    if has_groups and not _sums_together(optimizer):
+        return "separate norms over several groups of ranks are added on the host"
+    return ""
+
+
+def _sums_together(optimizer: Any) -> bool:
+    """Return whether all parts of an optimizer sum their norm over the same ranks."""
+    parts = getattr(optimizer, "chained_optimizers", ())
+    return len(parts) < 2 or optimizer.grads_states_parallel_group_is_shared()
+
+
+def _copying_at_once(part: Any) -> Callable[[], None]:
+    copy = part._copy_main_params_to_model_params
+
+    def copy_at_once() -> None:
+        with _Copies() as copies:
+            copy()
+        if copies.targets:
+            torch._foreach_copy_(copies.targets, copies.sources)
+
+    return copy_at_once
+
+
+def _mixed_and_distributed() -> tuple[Any, Any]:
+    mixed = import_megatron(_OPTIMIZER).MixedPrecisionOptimizer
+    return mixed, import_megatron(_DISTRIBUTED).DistributedOptimizer
+
+
+@contextmanager
+def _without_gathers() -> Iterator[None]:
+    """Let distributed optimizers gather nothing in their step."""
+    base, distributed = _mixed_and_distributed()
+    undo = patch_attributes(distributed, {"step_with_ready_grads": base.step_with_ready_grads})
+    try:
+        yield
+    finally:
+        undo()
+
+
+@contextmanager
+def _reading_on_device() -> Iterator[None]:
+    """Let Megatron's functions keep norm and count on the device."""
+    optimizers, clipping = import_megatron(_OPTIMIZER), import_megatron(_CLIPPING)
+
+    def get_grad_norm_fp32(*args: Any, **kwargs: Any) -> Any:
+        with _Reads() as reads:
+            norm = clipping.get_grad_norm_fp32(*args, **kwargs)
+        if not reads.tensors:
+            return norm
+        (square,) = reads.tensors
+        return _HostNorm(square.double().sqrt(), lambda: square.item() ** 0.5)
+
+    def count_zeros_fp32(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with _Reads() as reads:
+            clipping.count_zeros_fp32(*args, **kwargs)
+        return reads.tensors[-1]
+
+    def clip_grad_by_total_norm_fp32(
+        parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if not isinstance(total_norm, _HostNorm):
+            clipping.clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm, *args, **kwargs)
+            return
+        grads = [p.grad for p in parameters if p.grad is not None]
+        scale = max_norm / (total_norm.on_device + 1.0e-6)
+        # Megatron scales nothing by 1 or more, nor by NaN.
+        torch._foreach_mul_(grads, torch.where(scale < 1.0, scale, 1.0).float())
+
+    replacements = {
+        f.__name__: f for f in (get_grad_norm_fp32, count_zeros_fp32, clip_grad_by_total_norm_fp32)
+    }
+    undo = patch_attributes(optimizers, replacements)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def _norm_of(parts: Sequence[Any]) -> _HostNorm:
+    """Return the norm of parts that sum over different ranks, which Megatron adds on the host."""
+    norms = [part.get_grad_norm() for part in parts]
+    on_device = [n.on_device if isinstance(n, _HostNorm) else n.reshape(()) for n in norms]
+
+    def read() -> float:
+        return math.sqrt(sum([norm.read() ** 2 for norm in norms]))
+
+    total: Any = sum([norm**2 for norm in on_device])
+    is_exact = not any(isinstance(norm, _HostNorm) for norm in norms)
+    return _HostNorm(total.double().sqrt(), None if is_exact else read)
+
+
+def _given(value: Any) -> Any:
+    """Return a value that the next replay does not change."""
+    if isinstance(value, _HostNorm):
+        return value.on_device.clone() if value.read is None else value.read()
+    return value.clone() if isinstance(value, torch.Tensor) else value
