@@ -288,3 +288,18 @@ def test_a_cpu_run_gets_the_flags_it_needs() -> None:
     assert "--transformer-impl" not in added
     with pytest.raises(ConfigError, match="--transformer-impl transformer_engine needs a GPU"):
         cpu_flags(["--transformer-impl", "transformer_engine"])
+
+
+def test_megatrons_flag_for_a_graph_of_the_optimizer_is_taken_over() -> None:
+    args = arguments(optimizer_cuda_graph=True)
+    flags = settle_arguments(args, on_cpu=True)
+    assert flags is not None
+    assert flags.capture.optimizer
+    assert not args.optimizer_cuda_graph
+    args = arguments(optimizer_cuda_graph=True, cuda_graph_optimizer="false")
+    with pytest.raises(ConfigError, match="--optimizer-cuda-graph: --cuda-graph-optimizer false"):
+        settle_arguments(args, on_cpu=True)
+    args = arguments(cuda_graph_optimizer="false")
+    flags = settle_arguments(args, on_cpu=True)
+    assert flags is not None
+    assert not flags.capture.optimizer
