@@ -291,6 +291,14 @@ def _turn_off(args: argparse.Namespace, schedule: str) -> Iterator[str]:
                 f"chunk graphs: training runs without --{name.replace('_', '-')}, with the same "
                 f"results: {why}."
             )
+    makes_masks = _is_on(args, "create_attention_mask_in_dataloader")
+    masks_itself = getattr(args, "transformer_impl", None) == "transformer_engine"
+    if makes_masks and masks_itself and not _is_on(args, "reset_attention_mask"):
+        args.create_attention_mask_in_dataloader = False
+        yield (
+            "chunk graphs: training runs with --no-create-attention-mask-in-dataloader, with the "
+            "same results: Transformer Engine's causal attention reads no mask."
+        )
 
 
 def _refuse(texts: list[str]) -> None:

@@ -99,6 +99,7 @@ class ChunkGraphsInPretrain:
         graphs: The graphs that are attached to the model during training, otherwise None.
         was_parsed: Whether Megatron's arguments were parsed.
         has_trained: Whether graphs were ever attached to a model.
+        always_succeeds: Whether every step of the optimizer succeeds, on all ranks.
         disable: Function that removes the hooks from Megatron.
         delaying: While it is open, layers that are built may delay their weight gradients.
         on_parser: Callback with Megatron's parser after all flags are added.
@@ -109,6 +110,7 @@ class ChunkGraphsInPretrain:
         self.graphs: MegatronChunkGraphs | None = None
         self.was_parsed = False
         self.has_trained = False
+        self.always_succeeds = False
         self.disable: Callable[[], None] = lambda: None
         self.on_parser: Callable[[argparse.ArgumentParser], None] = lambda _: None
         self._on_cpu = on_cpu
@@ -191,6 +193,7 @@ class ChunkGraphsInPretrain:
     def _attach_optimizer(self, optimizer: Any) -> None:
         assert self.graphs is not None
         step = self.graphs.capture_optimizer(optimizer)
+        self.always_succeeds = step.always_succeeds
         if step.why_eager:
             _print_on_rank_0(f"chunk graphs: the optimizer runs eagerly: {step.why_eager}")
 
@@ -215,6 +218,7 @@ class ChunkGraphsInPretrain:
         return PackedBanks.of_limits(limits, groups, seq_buckets=flags.packing.seq_buckets)
 
     def _forget(self) -> None:
+        self.always_succeeds = False
         self.graphs = self._driver = self._metrics = self._steps = None
 
     def wrap_schedule(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:

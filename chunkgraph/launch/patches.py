@@ -2,8 +2,9 @@
 
 Megatron's ``pretrain()`` has no hook for the schedule, and stock scripts have none for flags.
 Instead, this module replaces globals that Megatron looks up at each call: the function that adds
-the flags, ``train``, ``get_forward_backward_func`` and, for the log, ``training_log`` and
-``print_rank_last``.
+the flags, ``train``, ``get_forward_backward_func`` and, for the log, ``training_log``,
+``print_rank_last`` and the reductions of success, norm and count of zeros, for which the host then
+does not wait.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
         "get_forward_backward_func": get_forward_backward_func,
         "training_log": training_log,
         "print_rank_last": print_rank_last,
+        **_reductions(hooks),
     }
     undo.callback(patch_attributes(training, replacements))
     if on_cpu and hasattr(training, "_seqlen_stats_in_iteration"):  # since 0.19
@@ -138,6 +140,30 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
     if not (Path(str(datasets.__file__)).parent / "Makefile").exists():
         undo.callback(patch_attributes(datasets, {"compile_helpers": _helpers_are_built}))
     return undo.close
+
+
+def _reductions(hooks: ChunkGraphsInPretrain) -> dict[str, Callable[..., Any]]:
+    """Return replacements, by name, of the reductions after a step that the host waits for."""
+    names = (
+        "logical_and_across_model_parallel_group",
+        "reduce_max_stat_across_model_parallel_group",
+    )
+    all_succeed, largest = private_names(_TRAINING, *names)
+    state = import_megatron("megatron.core.parallel_state")
+
+    def has_succeeded(success: bool, *args: Any, **kwargs: Any) -> Any:
+        return success if hooks.always_succeeds else all_succeed(success, *args, **kwargs)
+
+    def maximum(stat: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the maximum on the device if the value is there; the log reads it."""
+        if not isinstance(stat, torch.Tensor):
+            return largest(stat, *args, **kwargs)
+        value = stat.detach().to(torch.float32, copy=True).reshape(1)
+        group = (*args, *kwargs.values(), None)[0] or state.get_model_parallel_group()
+        torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX, group=group)
+        return value[0]
+
+    return dict(zip(names, (has_succeeded, maximum), strict=True))
 
 
 def pretrain_hooks() -> object:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, ReplayRanges
-from chunkgraph.engine.agreement import refuse_differences, refused_together
+from chunkgraph.engine.agreement import agree_alone, refuse_differences, refused_together
 from chunkgraph.engine.decide import StepMode
 from chunkgraph.engine.split import SPLIT, DelayedModules, WeightBackwards
 from chunkgraph.errors import ConfigError, SlotError
@@ -429,7 +429,8 @@ class MegatronChunkGraphs:
     def capture_optimizer(self, optimizer: Any) -> MegatronOptimizerStep:
         """Let ``optimizer.step()`` replay a graph, after an eager step, until `detach`.
 
-        Losses, norms, zeros, parameters and checkpoints stay those of eager steps, to the last bit.
+        All ranks call it together, before the first step. Losses, norms, zeros, parameters and
+        checkpoints stay those of eager steps, to the last bit.
 
         Args:
             optimizer: Result of ``get_megatron_optimizer`` for this model.
@@ -440,6 +441,8 @@ class MegatronChunkGraphs:
         step = MegatronOptimizerStep(
             optimizer, self.site.chunks, self.engine.backend, self.site.options.on_failure
         )
+        (may_fail,) = (self.site.agree or agree_alone)([int(not step.always_succeeds)])
+        step.always_succeeds = not may_fail
         self._undo.callback(step.close)
         return step
 

@@ -95,6 +95,7 @@ class MegatronOptimizerStep:
 
     Attributes:
         why_eager: Why all steps run eagerly, or "".
+        always_succeeds: Whether no step can overflow or be skipped.
         graph: The graph; it counts captures and replays.
     """
 
@@ -110,13 +111,14 @@ class MegatronOptimizerStep:
         # The others have no parameters on this rank, but take part in collectives.
         self._parts = [p for p in self._all_parts if not getattr(p, "is_stub_optimizer", False)]
         self.why_eager = _why_eager(optimizer, self._parts)
+        self._is_scaled = any(getattr(part, "grad_scaler", None) for part in self._parts)
+        self.always_succeeds = not (self.why_eager or self._is_scaled)
         self.graph = StepGraph("optimizer", backend, self._facts, self._capture, on_failure)
         self._undo = ExitStack()
         if self.why_eager:
             return
         self._model = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
         self._states = [OptimizerState(part.optimizer) for part in self._parts]
-        self._is_scaled = any(getattr(part, "grad_scaler", None) for part in self._parts)
         main = [p for part in self._parts for p in part.get_parameters()]
         self._gradients = SettledGradients(main if self._is_scaled else [])
         self._eager_step = optimizer.step

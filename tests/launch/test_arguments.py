@@ -290,6 +290,19 @@ def test_a_cpu_run_gets_the_flags_it_needs() -> None:
         cpu_flags(["--transformer-impl", "transformer_engine"])
 
 
+def test_masks_that_no_kernel_reads_are_not_made() -> None:
+    engine = {"transformer_impl": "transformer_engine", "create_attention_mask_in_dataloader": True}
+    args = arguments(**engine)
+    flags = settle_arguments(args, on_cpu=False)
+    assert flags is not None
+    assert not args.create_attention_mask_in_dataloader
+    assert "--no-create-attention-mask-in-dataloader" in flags.turned_off[-1]
+    for changes in ({"transformer_impl": "local"}, {"reset_attention_mask": True}):
+        args = arguments(**{**engine, **changes})
+        settle_arguments(args, on_cpu=False)
+        assert args.create_attention_mask_in_dataloader
+
+
 def test_megatrons_flag_for_a_graph_of_the_optimizer_is_taken_over() -> None:
     args = arguments(optimizer_cuda_graph=True)
     flags = settle_arguments(args, on_cpu=True)
