@@ -28,6 +28,7 @@ from chunkgraph.megatron.core.access import (
     private_names,
     refuse_other_releases,
 )
+from chunkgraph.megatron.core.fused_gradients import fuse_gradients
 
 if TYPE_CHECKING:
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
@@ -101,6 +102,7 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
 
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         hooks.before_model()
+        undo.callback(fuse_gradients())
         return set_up(*args, **kwargs)
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_
 from torch.overrides import TorchFunctionMode
 
 from chunkgraph.graphs import GraphBackend
@@ -287,10 +288,8 @@ def _reading_on_device() -> Iterator[None]:
         if not isinstance(total_norm, _HostNorm):
             clipping.clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm, *args, **kwargs)
             return
-        grads = [p.grad for p in parameters if p.grad is not None]
-        scale = max_norm / (total_norm.on_device + 1.0e-6)
-        # Megatron scales nothing by 1 or more, nor by NaN.
-        torch._foreach_mul_(grads, torch.where(scale < 1.0, scale, 1.0).float())
+        norm = total_norm.on_device  # of NaN, Megatron scales nothing
+        clip_grads_with_norm_(parameters, max_norm, torch.where(norm.isnan(), 0.0, norm))
 
     replacements = {
         f.__name__: f for f in (get_grad_norm_fp32, count_zeros_fp32, clip_grad_by_total_norm_fp32)

@@ -217,7 +217,7 @@ class TrainConfig(Section):
     overlap_grad_reduce: StrictBool = False
     """Reduce gradients while the backward pass runs."""
     gradient_accumulation_fusion: StrictBool = False
-    """Accumulate weight gradients into main_grad in the GEMM. Needs Transformer Engine's layers."""
+    """Accumulate weight gradients into main_grad in the GEMM. Needs Transformer Engine or APEX."""
     use_distributed_optimizer: StrictBool = False
     """Shard the optimizer state over the data-parallel ranks."""
     overlap_param_gather: StrictBool = False
