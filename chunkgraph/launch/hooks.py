@@ -35,13 +35,14 @@ from chunkgraph.launch.arguments import (
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps, SpreadDocuments
 from chunkgraph.launch.patches import (
+    UnitScale,
     patch_pretrain,
     pretrain_arguments,
     pretrain_hooks,
     write_scalars,
 )
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of, eager_driver
-from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.core.agreement import exchange_between
 from chunkgraph.megatron.core.data_parallel import delay_in_new_configs
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
@@ -152,7 +153,7 @@ class ChunkGraphsInPretrain:
             if self.flags is not None:
                 self._attach(self.flags, model, chunks, undo)
                 if optimizer is not None and self.flags.capture.optimizer:
-                    self._attach_optimizer(optimizer)
+                    self._attach_optimizer(optimizer, undo)
             elif self._schedule != "auto":
                 self._driver = eager_driver(chunks, self._schedule)
                 undo.callback(self._driver.close)
@@ -190,10 +191,13 @@ class ChunkGraphsInPretrain:
             self._steps = _packed_steps(args, graphs, chunks, contexts)
             undo.callback(self._steps.close)
 
-    def _attach_optimizer(self, optimizer: Any) -> None:
+    def _attach_optimizer(self, optimizer: Any, undo: contextlib.ExitStack) -> None:
         assert self.graphs is not None
         step = self.graphs.capture_optimizer(optimizer)
         self.always_succeeds = step.always_succeeds
+        if step.always_succeeds:  # Megatron's loop reads the scale in every step
+            scale = UnitScale(optimizer.get_loss_scale())
+            undo.callback(patch_attributes(optimizer, {"get_loss_scale": lambda: scale}))
         if step.why_eager:
             _print_on_rank_0(f"chunk graphs: the optimizer runs eagerly: {step.why_eager}")
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
 
 __all__ = [
+    "UnitScale",
     "patch_pretrain",
     "pretrain_arguments",
     "pretrain_hooks",
@@ -145,27 +146,42 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
 
 
 def _reductions(hooks: ChunkGraphsInPretrain) -> dict[str, Callable[..., Any]]:
-    """Return replacements, by name, of the reductions after a step that the host waits for."""
+    """Return replacements, by name, of the reductions after a step, for which the host waits.
+
+    They are for ranks without parameters. If there are none and no step is skipped, all ranks of a
+    reduction have its result already.
+    """
     names = (
         "logical_and_across_model_parallel_group",
         "reduce_max_stat_across_model_parallel_group",
     )
     all_succeed, largest = private_names(_TRAINING, *names)
-    state = import_megatron("megatron.core.parallel_state")
 
     def has_succeeded(success: bool, *args: Any, **kwargs: Any) -> Any:
         return success if hooks.always_succeeds else all_succeed(success, *args, **kwargs)
 
     def maximum(stat: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the maximum on the device if the value is there; the log reads it."""
-        if not isinstance(stat, torch.Tensor):
+        if not hooks.always_succeeds:
             return largest(stat, *args, **kwargs)
-        value = stat.detach().to(torch.float32, copy=True).reshape(1)
-        group = (*args, *kwargs.values(), None)[0] or state.get_model_parallel_group()
-        torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX, group=group)
-        return value[0]
+        if isinstance(stat, torch.Tensor):  # the log reads it
+            return stat.detach().float().reshape(())
+        return None if stat is None else torch.tensor(stat, dtype=torch.float32).item()
 
     return dict(zip(names, (has_succeeded, maximum), strict=True))
+
+
+class UnitScale:
+    """A loss scale of 1, known to the host; it multiplies as Megatron's tensor does."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def item(self) -> float:
+        """Return 1, without a read of the device."""
+        return 1.0
+
+    def __mul__(self, loss: torch.Tensor) -> torch.Tensor:
+        return self._tensor * loss
 
 
 def pretrain_hooks() -> object:
