@@ -12,14 +12,13 @@ every rank it has the same collectives in the same order, so ranks need not agre
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grads_with_norm_
 from torch.overrides import TorchFunctionMode
 
 from chunkgraph.graphs import GraphBackend
@@ -55,34 +54,16 @@ class _HostNorm:
     read: Callable[[], float] | None = None
 
 
-class _Reads(TorchFunctionMode):
-    """Keep what ``item()`` reads on the device, as a tensor in float64."""
+class _Instead(TorchFunctionMode):
+    """Call ``replacement`` in place of one method of tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, method: Any, replacement: Callable[..., Any]) -> None:
         super().__init__()
-        self.tensors: list[torch.Tensor] = []
+        self._method, self._replacement = method, replacement
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.item:
-            return func(*args, **(kwargs or {}))
-        self.tensors.append(args[0].reshape(()))
-        return self.tensors[-1].double()
-
-
-class _Copies(TorchFunctionMode):
-    """Collect copies between tensors instead of copying."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.targets: list[torch.Tensor] = []
-        self.sources: list[torch.Tensor] = []
-
-    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.copy_:
-            return func(*args, **(kwargs or {}))
-        self.targets.append(args[0])
-        self.sources.append(args[1])
-        return args[0]
+        run = self._replacement if func is self._method else func
+        return run(*args, **(kwargs or {}))
 
 
 class MegatronOptimizerStep:
@@ -130,8 +111,7 @@ class MegatronOptimizerStep:
 
         Returns:
             Whether it was successful, the norm, and the count of zeros. After a replay the last two
-            are tensors without dimensions or with one element, on the device, unless this
-            release of Megatron computes the norm on the host.
+            are tensors of one element, unless this release computes the norm on the host.
         """
         with torch.no_grad(), ExitStack() as prepared:
             if self._is_scaled:
@@ -151,14 +131,10 @@ class MegatronOptimizerStep:
             self._gather_parameters()
             return success, _given(norm), _given(num_zeros)
 
-    def release(self) -> None:
-        """Free the graph; a later step captures again."""
-        self.graph.release()
-
     def close(self) -> None:
         """Free the graph, and restore Megatron's own step."""
         self._undo.close()
-        self.release()
+        self.graph.release()
 
     def _facts(self) -> Hashable:
         """Return the addresses and constants of a step; see `StepGraph`."""
@@ -174,31 +150,35 @@ class MegatronOptimizerStep:
 
     def _capture(self) -> tuple[bool, Any, Any]:
         """Run Megatron's step such that a graph can hold it."""
+        mixed, distributed = _mixed_and_distributed()
         with ExitStack() as stack:
+
+            def patch(target: object, **replacements: Any) -> None:
+                stack.callback(patch_attributes(target, replacements))
+
             for state in self._states:
                 stack.enter_context(state.on_device(captures=True))
             for part in self._parts:
-                stack.callback(patch_attributes(part.config, {"timers": None}))
+                patch(part.config, timers=None)
                 if hasattr(part, "_copy_main_params_to_model_params"):
-                    copying = {"_copy_main_params_to_model_params": _copying_at_once(part)}
-                    stack.callback(patch_attributes(part, copying))
+                    patch(part, _copy_main_params_to_model_params=_copying_at_once(part))
             if not _sums_together(self._optimizer):
-                norm = {"get_grad_norm": lambda: _norm_of(self._all_parts)}
-                stack.callback(patch_attributes(self._optimizer, norm))
-            stack.enter_context(_reading_on_device())
-            stack.enter_context(_without_gathers())
+                patch(self._optimizer, get_grad_norm=lambda: _norm_of(self._all_parts))
+            patch(distributed, step_with_ready_grads=mixed.step_with_ready_grads)
+            patch(import_megatron(_OPTIMIZER), **_functions_on_device())
             result: tuple[bool, Any, Any] = self._eager_step()
             return result
 
     def _gather_parameters(self) -> None:
         """Gather the parameters of distributed optimizers, as their own step does at its end."""
-        base, distributed = _mixed_and_distributed()
-        with ExitStack() as stack:
-            done = {"step_with_ready_grads": lambda _: True}
-            stack.callback(patch_attributes(base, done))
+        mixed, distributed = _mixed_and_distributed()
+        undo = patch_attributes(mixed, {"step_with_ready_grads": lambda _: True})
+        try:
             for part in self._all_parts:
                 if isinstance(part, distributed):
                     part.step_with_ready_grads()
+        finally:
+            undo()
 
 
 def _why_eager(optimizer: Any, parts: Sequence[Any]) -> str:
@@ -237,13 +217,15 @@ def _sums_together(optimizer: Any) -> bool:
 
 
 def _copying_at_once(part: Any) -> Callable[[], None]:
+    """Return a function that copies main parameters to model parameters all at once."""
     copy = part._copy_main_params_to_model_params
 
     def copy_at_once() -> None:
-        with _Copies() as copies:
+        copies: dict[torch.Tensor, torch.Tensor] = {}
+        with _Instead(torch.Tensor.copy_, copies.__setitem__):
             copy()
-        if copies.targets:
-            torch._foreach_copy_(copies.targets, copies.sources)
+        if copies:
+            torch._foreach_copy_([*copies], [*copies.values()])
 
     return copy_at_once
 
@@ -253,34 +235,30 @@ def _mixed_and_distributed() -> tuple[Any, Any]:
     return mixed, import_megatron(_DISTRIBUTED).DistributedOptimizer
 
 
-@contextmanager
-def _without_gathers() -> Iterator[None]:
-    """Let distributed optimizers gather nothing in their step."""
-    base, distributed = _mixed_and_distributed()
-    undo = patch_attributes(distributed, {"step_with_ready_grads": base.step_with_ready_grads})
-    try:
-        yield
-    finally:
-        undo()
+def _functions_on_device() -> dict[str, Callable[..., Any]]:
+    """Return replacements of Megatron's functions that keep norm and count on the device."""
+    clipping = import_megatron(_CLIPPING)
 
+    def kept_reads(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the result, and the tensors that were to be read."""
+        tensors: list[torch.Tensor] = []
 
-@contextmanager
-def _reading_on_device() -> Iterator[None]:
-    """Let Megatron's functions keep norm and count on the device."""
-    optimizers, clipping = import_megatron(_OPTIMIZER), import_megatron(_CLIPPING)
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            tensors.append(tensor.reshape(()))
+            return tensors[-1].double()
+
+        with _Instead(torch.Tensor.item, keep):
+            return function(*args, **kwargs), tensors
 
     def get_grad_norm_fp32(*args: Any, **kwargs: Any) -> Any:
-        with _Reads() as reads:
-            norm = clipping.get_grad_norm_fp32(*args, **kwargs)
-        if not reads.tensors:
+        norm, squares = kept_reads(clipping.get_grad_norm_fp32, *args, **kwargs)
+        if not squares:
             return norm
-        (square,) = reads.tensors
-        return _HostNorm(square.double().sqrt(), lambda: square.item() ** 0.5)
+        return _HostNorm(squares[0].double().sqrt(), lambda: squares[0].item() ** 0.5)
 
     def count_zeros_fp32(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with _Reads() as reads:
-            clipping.count_zeros_fp32(*args, **kwargs)
-        return reads.tensors[-1]
+        _, counts = kept_reads(clipping.count_zeros_fp32, *args, **kwargs)
+        return counts[-1]
 
     def clip_grad_by_total_norm_fp32(
         parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any
@@ -288,17 +266,13 @@ def _reading_on_device() -> Iterator[None]:
         if not isinstance(total_norm, _HostNorm):
             clipping.clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm, *args, **kwargs)
             return
-        norm = total_norm.on_device  # of NaN, Megatron scales nothing
-        clip_grads_with_norm_(parameters, max_norm, torch.where(norm.isnan(), 0.0, norm))
+        scale = max_norm / (total_norm.on_device + 1.0e-6)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        # Megatron scales nothing by 1 or more, nor by NaN.
+        torch._foreach_mul_(grads, torch.where(scale < 1.0, scale, 1.0).float())
 
-    replacements = {
-        f.__name__: f for f in (get_grad_norm_fp32, count_zeros_fp32, clip_grad_by_total_norm_fp32)
-    }
-    undo = patch_attributes(optimizers, replacements)
-    try:
-        yield
-    finally:
-        undo()
+    functions = (get_grad_norm_fp32, count_zeros_fp32, clip_grad_by_total_norm_fp32)
+    return {function.__name__: function for function in functions}
 
 
 def _norm_of(parts: Sequence[Any]) -> _HostNorm:

@@ -27,34 +27,34 @@ def _is_of_transformer_engine(optimizer: Any) -> bool:
     return kind.__name__ == "FusedAdam" and kind.__module__.startswith("transformer_engine.")
 
 
-def _problem_of_torch(optimizer: Any) -> str:
-    """Return why a step of torch's optimizer reads numbers on the host, or ""."""
-    name = type(optimizer).__name__
-    needs = "fused=True" if name == "SGD" else "fused=True or capturable=True"
-    for group in optimizer.param_groups:
-        if not (group.get("fused") or group.get("capturable")):
-            return f"{name} without {needs} reads its numbers on the host"
-        if any(isinstance(v, torch.Tensor) for v in group.get("betas", ())):
-            return f"{name} with a tensor in betas reads it on the host"
-    return ""
-
-
-def _problem_of_transformer_engine(optimizer: Any) -> str:
-    """Return why Transformer Engine's Adam has no capturable kernel, or ""."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(p.numel() >= 2**31 - 1 for p in params):
-        return "FusedAdam has no capturable kernel for 2**31 elements"
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        if (dtype := getattr(optimizer, name, torch.float32)) is not torch.float32:
-            return f"FusedAdam with {name}={dtype} has no capturable kernel"
-    if optimizer.master_weights:
-        if optimizer.master_weight_dtype is not torch.float32:
-            return (
-                f"FusedAdam with {optimizer.master_weight_dtype} weights has no capturable kernel"
-            )
+def _problems(optimizer: Any) -> Iterator[str]:
+    """Yield the reasons why no graph can hold a step of ``optimizer``."""
+    kind, groups = type(optimizer), optimizer.param_groups
+    params = [p for group in groups for p in group["params"]]
+    if _is_of_transformer_engine(optimizer):
+        names = ["exp_avg_dtype", "exp_avg_sq_dtype"]
+        names += ["master_weight_dtype"] if optimizer.master_weights else []
+        if any(getattr(optimizer, name, torch.float32) is not torch.float32 for name in names):
+            yield "FusedAdam has a capturable kernel for state in float32 only"
         if getattr(optimizer, "store_param_remainders", False):
-            return "FusedAdam with store_param_remainders has no capturable kernel"
-    return ""
+            yield "FusedAdam has no capturable kernel with store_param_remainders"
+        if any(p.numel() >= 2**31 - 1 for p in params):
+            yield "FusedAdam has no capturable kernel for 2**31 elements"
+    elif kind in _OF_TORCH:
+        needs = "fused=True" if kind is torch.optim.SGD else "fused=True or capturable=True"
+        if not all(group.get("fused") or group.get("capturable") for group in groups):
+            yield f"{kind.__name__} without {needs} reads its numbers on the host"
+        if any(isinstance(v, torch.Tensor) for group in groups for v in group.get("betas", ())):
+            yield f"{kind.__name__} reads tensors in betas on the host"
+    else:
+        yield f"{kind.__module__.partition('.')[0]}'s {kind.__name__} is not supported"
+    if any(isinstance(p, DTensor) or type(p.data) is not torch.Tensor for p in params):
+        yield "parameters are not plain tensors: they are sharded or quantized"
+    if len({p.device for p in params}) > 1:
+        yield "parameters are on several devices"
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    if any(getattr(optimizer, name, None) for name in hooks):
+        yield "a hook on the optimizer's step runs in Python, which a replay does not"
 
 
 class OptimizerState:
@@ -75,24 +75,7 @@ class OptimizerState:
     @staticmethod
     def problem_of(optimizer: Any) -> str:
         """Return why no graph can hold a step of ``optimizer``; "" if one can."""
-        if type(optimizer) in _OF_TORCH:
-            problem = _problem_of_torch(optimizer)
-        elif _is_of_transformer_engine(optimizer):
-            problem = _problem_of_transformer_engine(optimizer)
-        else:
-            kind = type(optimizer)
-            return f"{kind.__module__.partition('.')[0]}'s {kind.__name__} is not supported"
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        if not problem and any(isinstance(p, DTensor) for p in params):
-            problem = "parameters are sharded (DTensor)"
-        if not problem and any(type(p.data) is not torch.Tensor for p in params):
-            problem = f"parameters are {type(params[0].data).__name__}"
-        if not problem and len({p.device for p in params}) > 1:
-            problem = "parameters are on several devices"
-        hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        if not problem and any(getattr(optimizer, name, None) for name in hooks):
-            problem = "a hook on the optimizer's step runs in Python, which a replay does not"
-        return problem
+        return next(_problems(optimizer), "")
 
     @property
     def groups(self) -> Iterator[tuple[int, dict[str, Any]]]:
