@@ -439,10 +439,12 @@ class MegatronChunkGraphs:
             The step; its ``why_eager`` says why it stays eager, if it does.
         """
         step = MegatronOptimizerStep(
-            optimizer, self.site.chunks, self.engine.backend, self.site.options.on_failure
+            optimizer,
+            self.site.chunks,
+            self.engine.backend,
+            self.site.agree or agree_alone,
+            self.site.options.on_failure,
         )
-        (may_fail,) = (self.site.agree or agree_alone)([int(not step.always_succeeds)])
-        step.always_succeeds = not may_fail
         self._undo.callback(step.close)
         return step
 

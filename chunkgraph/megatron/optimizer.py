@@ -6,7 +6,7 @@ gather of a distributed optimizer's parameters follows the graph, as it follows 
 a loss scale the step first runs eagerly up to Megatron's look for overflows, the one read it keeps.
 
 A step whose gradients, parameters, state and constants are not those of the graph runs eagerly. On
-every rank it has the same collectives in the same order, so ranks need not agree.
+a GPU it has the same collectives in the same order, so ranks need not agree.
 """
 
 from __future__ import annotations
@@ -73,11 +73,12 @@ class MegatronOptimizerStep:
         optimizer: Result of ``get_megatron_optimizer``.
         chunks: Model chunks of this rank, wrapped as for training.
         backend: Makes the graph.
+        agree: Element-wise maximum over all ranks.
         on_failure: After a capture that failed, ``raise`` the error, or stay ``eager``.
 
     Attributes:
         why_eager: Why all steps run eagerly, or "".
-        always_succeeds: Whether no step can overflow or be skipped.
+        always_succeeds: Whether no step can overflow or be skipped, on all ranks.
         graph: The graph; it counts captures and replays.
     """
 
@@ -86,6 +87,7 @@ class MegatronOptimizerStep:
         optimizer: Any,
         chunks: Sequence[nn.Module],
         backend: GraphBackend,
+        agree: Callable[[list[int]], list[int]] = list,
         on_failure: str = "raise",
     ) -> None:
         self._optimizer = optimizer
@@ -94,8 +96,12 @@ class MegatronOptimizerStep:
         self._parts = [p for p in self._all_parts if not getattr(p, "is_stub_optimizer", False)]
         self.why_eager = _why_eager(optimizer, self._parts)
         self._is_scaled = any(getattr(part, "grad_scaler", None) for part in self._parts)
-        self.always_succeeds = not (self.why_eager or self._is_scaled)
-        self.graph = StepGraph("optimizer", backend, self._facts, self._capture, on_failure)
+        is_eager = bool(self.why_eager)
+        any_eager, may_fail = agree([int(is_eager), int(is_eager or self._is_scaled)])
+        self.always_succeeds = not may_fail
+        if any_eager and backend.name == "recorder":
+            self.why_eager = self.why_eager or "that of another rank does"
+        self.graph = StepGraph("optimizer", backend, self._facts, self._capture, agree, on_failure)
         self._undo = ExitStack()
         if self.why_eager:
             return

@@ -56,7 +56,8 @@ class CapturedOptimizer:
         self._state = OptimizerState(optimizer)
         self._parameters = [p for g in optimizer.param_groups for p in g["params"]]
         self._gradients = SettledGradients(self._parameters)
-        self.graph = StepGraph("optimizer", backend, self._facts, self._capture, on_failure)
+        agree = None if group is None else self._agree
+        self.graph = StepGraph("optimizer", backend, self._facts, self._capture, agree, on_failure)
 
     @torch.no_grad()
     def step(self) -> torch.Tensor | None:
@@ -90,6 +91,11 @@ class CapturedOptimizer:
             raise ConfigError(
                 f"capture_optimizer: {problem}. Change that, or call optimizer.step() itself."
             )
+
+    def _agree(self, values: list[int]) -> list[int]:
+        tensor = torch.tensor(values)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return tensor.tolist()
 
     def _facts(self) -> Hashable:
         parameters = [p for g in self.optimizer.param_groups for p in g["params"]]

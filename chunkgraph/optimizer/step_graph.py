@@ -26,6 +26,8 @@ class StepGraph:
         facts: Returns what the work depends on, besides the values of tensors: addresses, and
             values of Python.
         work: The work to capture. It may run Python that has no effect in a replay.
+        agree: Element-wise maximum over the ranks whose collectives are in the work. The recorder
+            needs it, since it runs collectives while it captures; None: there are none.
         on_failure: After a capture that failed, ``raise`` the error, or stay ``eager``.
 
     Attributes:
@@ -39,11 +41,13 @@ class StepGraph:
         backend: GraphBackend,
         facts: Callable[[], Hashable],
         work: Callable[[], Any],
+        agree: Callable[[list[int]], list[int]] | None = None,
         on_failure: str = "raise",
     ) -> None:
         self.num_captures = self.num_replays = 0
         self._label, self._backend = label, backend
         self._facts, self._work = facts, work
+        self._agree = agree if backend.name == "recorder" else None
         self._on_failure = on_failure
         self._has_failed = False
         self._known: Hashable = None  # facts of the graph, or at the end of the last eager step
@@ -56,10 +60,10 @@ class StepGraph:
         Raises:
             CaptureError: A graph cannot hold the work, and ``on_failure`` is ``raise``.
         """
-        if self._has_failed:
-            return False
-        facts = self._facts()
-        if facts != self._known:
+        differs = self._has_failed or self._facts() != self._known
+        if self._agree is not None:
+            (differs,) = map(bool, self._agree([int(differs)]))
+        if differs:
             self.release()
             return False
         if self._graph is None:
