@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, ReplayRanges
-from chunkgraph.engine.agreement import agree_alone, refuse_differences, refused_together
+from chunkgraph.engine.agreement import refuse_differences, refused_together
 from chunkgraph.engine.decide import StepMode
 from chunkgraph.engine.split import SPLIT, DelayedModules, WeightBackwards
 from chunkgraph.errors import ConfigError, SlotError
@@ -438,13 +438,7 @@ class MegatronChunkGraphs:
         Returns:
             The step; its ``why_eager`` says why it stays eager, if it does.
         """
-        step = MegatronOptimizerStep(
-            optimizer,
-            self.site.chunks,
-            self.engine.backend,
-            self.site.agree or agree_alone,
-            self.site.options.on_failure,
-        )
+        step = MegatronOptimizerStep(optimizer, self.site, self.engine.backend)
         self._undo.callback(step.close)
         return step
 

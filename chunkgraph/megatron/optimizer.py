@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from chunkgraph.engine.agreement import agree_alone
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
+from chunkgraph.megatron.site import Site
 from chunkgraph.optimizer import OptimizerState, SettledGradients, StepGraph
 
 __all__ = ["MegatronOptimizerStep"]
@@ -71,10 +72,8 @@ class MegatronOptimizerStep:
 
     Args:
         optimizer: Result of ``get_megatron_optimizer``.
-        chunks: Model chunks of this rank, wrapped as for training.
+        site: The model that it trains.
         backend: Makes the graph.
-        agree: Element-wise maximum over all ranks.
-        on_failure: After a capture that failed, ``raise`` the error, or stay ``eager``.
 
     Attributes:
         why_eager: Why all steps run eagerly, or "".
@@ -82,30 +81,25 @@ class MegatronOptimizerStep:
         graph: The graph; it counts captures and replays.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        chunks: Sequence[nn.Module],
-        backend: GraphBackend,
-        agree: Callable[[list[int]], list[int]] = list,
-        on_failure: str = "raise",
-    ) -> None:
+    def __init__(self, optimizer: Any, site: Site, backend: GraphBackend) -> None:
         self._optimizer = optimizer
         self._all_parts = getattr(optimizer, "chained_optimizers", [optimizer])
         # The others have no parameters on this rank, but take part in collectives.
         self._parts = [p for p in self._all_parts if not getattr(p, "is_stub_optimizer", False)]
         self.why_eager = _why_eager(optimizer, self._parts)
         self._is_scaled = any(getattr(part, "grad_scaler", None) for part in self._parts)
-        is_eager = bool(self.why_eager)
+        is_eager, agree = bool(self.why_eager), site.agree or agree_alone
         any_eager, may_fail = agree([int(is_eager), int(is_eager or self._is_scaled)])
         self.always_succeeds = not may_fail
         if any_eager and backend.name == "recorder":
             self.why_eager = self.why_eager or "that of another rank does"
-        self.graph = StepGraph("optimizer", backend, self._facts, self._capture, agree, on_failure)
+        self.graph = StepGraph(
+            "optimizer", backend, self._facts, self._capture, agree, site.options.on_failure
+        )
         self._undo = ExitStack()
         if self.why_eager:
             return
-        self._model = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
+        self._model = [p for chunk in site.chunks for p in chunk.parameters() if p.requires_grad]
         self._states = [OptimizerState(part.optimizer) for part in self._parts]
         main = [p for part in self._parts for p in part.get_parameters()]
         self._gradients = SettledGradients(main if self._is_scaled else [])

@@ -22,8 +22,7 @@ _MOST_MOVES = 2
 """A gradient that has moved more often is copied to memory of its own."""
 
 
-def _is_of_transformer_engine(optimizer: Any) -> bool:
-    kind = type(optimizer)
+def _is_of_transformer_engine(kind: type) -> bool:
     return kind.__name__ == "FusedAdam" and kind.__module__.startswith("transformer_engine.")
 
 
@@ -31,7 +30,7 @@ def _problems(optimizer: Any) -> Iterator[str]:
     """Yield the reasons why no graph can hold a step of ``optimizer``."""
     kind, groups = type(optimizer), optimizer.param_groups
     params = [p for group in groups for p in group["params"]]
-    if _is_of_transformer_engine(optimizer):
+    if _is_of_transformer_engine(kind):
         names = ["exp_avg_dtype", "exp_avg_sq_dtype"]
         names += ["master_weight_dtype"] if optimizer.master_weights else []
         if any(getattr(optimizer, name, torch.float32) is not torch.float32 for name in names):
@@ -66,7 +65,7 @@ class OptimizerState:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self._is_of_te = _is_of_transformer_engine(optimizer)
+        self._is_of_te = _is_of_transformer_engine(type(optimizer))
         self._keys = ("lr", "step") if self._is_of_te else ("lr",)
         # Device tensors by (number of the group, key), and the numbers that they hold.
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}

@@ -14,6 +14,7 @@ from in_process import EXPERTS, Trained
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.optimizer import MegatronOptimizerStep
+from chunkgraph.megatron.site import Site
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(120)]
 
@@ -279,13 +280,18 @@ def test_checkpoints_are_those_of_eager_training_and_resume_both_ways(
     assert graphed.captured.graph.num_captures >= 1
 
 
+def new_step(training: Training) -> MegatronOptimizerStep:
+    site = Site(chunks=training.trained.chunks)
+    return MegatronOptimizerStep(training.optimizer, site, RecorderBackend())
+
+
 def test_what_no_graph_can_hold_runs_eagerly_and_says_why(one_rank: Any, make_config: Any) -> None:
     def why(**changes: Any) -> str:
         training = Training(one_rank, make_config, graphed=False, options={})
         for part in parts_of(training.optimizer):
             for name, value in changes.items():
                 setattr(part.config, name, value)
-        step = MegatronOptimizerStep(training.optimizer, training.trained.chunks, RecorderBackend())
+        step = new_step(training)
         assert "step" not in vars(training.optimizer)
         return step.why_eager
 
@@ -293,7 +299,7 @@ def test_what_no_graph_can_hold_runs_eagerly_and_says_why(one_rank: Any, make_co
     assert why(reuse_grad_buf_for_mxfp8_param_ag=True).startswith("reuse_grad_buf")
     assert why(grad_norm_skip_threshold=2.0).startswith("grad_norm_skip_threshold")
     training = Training(one_rank, make_config, graphed=False, options={"optimizer": "sgd"})
-    step = MegatronOptimizerStep(training.optimizer, training.trained.chunks, RecorderBackend())
+    step = new_step(training)
     assert step.why_eager.startswith("SGD without fused=True")
 
 

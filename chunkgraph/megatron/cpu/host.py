@@ -322,8 +322,7 @@ def cpu_host() -> Iterator[HostRng]:
         rng = HostRng()
         stack.callback(patch_rng(rng))
         stack.callback(_patch_router())
-        stack.callback(_patch_norm())
-        stack.callback(_patch_adam())
+        stack.callback(_patch_optimizer())
         stack.callback(rng.switch_to, rng.default)
         yield rng
 
@@ -348,27 +347,26 @@ def _patch_router() -> Callable[[], None]:
     return undo.close
 
 
-def _patch_norm() -> Callable[[], None]:
-    """Let the norm of gradients, with the same bits, read nothing; return the undo function."""
-    clipping = import_megatron("megatron.core.optimizer.clip_grads")
+def _patch_optimizer() -> Callable[[], None]:
+    """Let norms of gradients read nothing, and torch's Adam be fused; return the undo function.
+
+    Transformer Engine's are like this on a GPU. Norms keep their bits.
+    """
+    original, undo = torch.optim.Adam.__init__, ExitStack()
 
     def l2_norm(_size: int, _flag: Any, lists: Sequence[Any], _by_tensor: bool) -> Any:
         norms = torch.stack([torch.norm(tensor) for tensor in lists[0]])
         return torch.norm(norms.view(1, -1)).view(1), None
-
-    return patch_attributes(clipping, {"l2_norm_impl": l2_norm})
-
-
-def _patch_adam() -> Callable[[], None]:
-    """Let torch's Adam be fused, as Transformer Engine's is on a GPU; return the undo function."""
-    original = torch.optim.Adam.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - of the class
         if not kwargs.get("foreach") and kwargs.get("fused") is None:
             kwargs["fused"] = True
         original(self, *args, **kwargs)
 
-    return patch_attributes(torch.optim.Adam, {"__init__": __init__})
+    clipping = import_megatron("megatron.core.optimizer.clip_grads")
+    undo.callback(patch_attributes(clipping, {"l2_norm_impl": l2_norm}))
+    undo.callback(patch_attributes(torch.optim.Adam, {"__init__": __init__}))
+    return undo.close
 
 
 def _on_the_host(tensor: Any, as_numpy: bool = False, **_: object) -> Any:
