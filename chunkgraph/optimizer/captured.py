@@ -85,6 +85,7 @@ class CapturedOptimizer:
     def release(self) -> None:
         """Free the graph; a later step captures again. Call it before ``group`` is destroyed."""
         self.graph.release()
+        self._gradients = SettledGradients(self._parameters)
 
     def _refuse(self) -> None:
         if problem := OptimizerState.problem_of(self.optimizer):

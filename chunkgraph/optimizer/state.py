@@ -87,7 +87,7 @@ class OptimizerState:
         facts: list[Hashable] = []
         state = self.optimizer.state
         for _, group in self.groups:
-            facts += [repr(group[key]) for key in constants]
+            facts += [repr(group.get(key)) for key in constants]
             for p in group["params"]:
                 facts.append(p.data_ptr())
                 of_param = state.get(p, {}).values()
