@@ -1,12 +1,15 @@
-"""The step of Megatron's optimizer as one graph: gradients, norm, clipping, Adam, parameters.
+"""The step of Megatron's optimizer in two graphs: norm and clipping; casts of parameters.
 
-The graph holds Megatron's own step, captured after an eager one. Where Megatron reads a number from
-the device the capture keeps it there: the norm that scales gradients, and the count of zeros. The
-gather of a distributed optimizer's parameters follows the graph, as it follows the eager step. With
-a loss scale the step first runs eagerly up to Megatron's look for overflows, the one read it keeps.
+The first graph holds Megatron's own step up to the inner optimizer, captured after an eager step.
+Where Megatron reads a number from the device the capture keeps it there: the norm that scales
+gradients, and the count of zeros. With a loss scale, Megatron's look for overflows stays in front
+of it, the one read it keeps. The inner optimizer (Adam) runs eagerly, for the host launches it
+while the first graph runs: kernels that read learning rate and step from the device are slower, and
+round differently. The second graph casts main to model parameters; the gather of a distributed
+optimizer's parameters follows, as it follows the eager step.
 
-A step whose gradients, parameters, state and constants are not those of the graph runs eagerly. On
-a GPU it has the same collectives in the same order, so ranks need not agree.
+A step whose gradients and constants are not those of the graph runs eagerly. On a GPU it has the
+same collectives in the same order, so ranks need not agree.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from chunkgraph.engine.agreement import agree_alone
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.site import Site
-from chunkgraph.optimizer import OptimizerState, SettledGradients, StepGraph
+from chunkgraph.optimizer import SettledGradients, StepGraph
 
 __all__ = ["MegatronOptimizerStep"]
 
@@ -35,7 +38,6 @@ _KINDS = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOpti
 _SETTINGS = {
     "optimizer_cpu_offload": "its state is on the host",
     "offload_optimizer_states": "its state moves to the host",
-    "use_precision_aware_optimizer": "gradients of another type have no capturable kernel",
     "reuse_grad_buf_for_mxfp8_param_ag": "MXFP8 parameters share memory with gradients",
     "overlap_param_gather_with_optimizer_step": "it gathers parameters between two optimizers",
 }
@@ -68,17 +70,18 @@ class _Instead(TorchFunctionMode):
 
 
 class MegatronOptimizerStep:
-    """Replace the ``step`` of a Megatron optimizer with one that replays a graph.
+    """Replace the ``step`` of a Megatron optimizer with one that replays graphs.
 
     Args:
         optimizer: Result of ``get_megatron_optimizer``.
         site: The model that it trains.
-        backend: Makes the graph.
+        backend: Makes the graphs.
 
     Attributes:
         why_eager: Why all steps run eagerly, or "".
         always_succeeds: Whether no step can overflow or be skipped, on all ranks.
-        graph: The graph; it counts captures and replays.
+        gradients: The graph of gradients, norm and clipping; it counts captures and replays.
+        casts: The graph of casts.
     """
 
     def __init__(self, optimizer: Any, site: Site, backend: GraphBackend) -> None:
@@ -93,18 +96,19 @@ class MegatronOptimizerStep:
         self.always_succeeds = not may_fail
         if any_eager and backend.name == "recorder":
             self.why_eager = self.why_eager or "that of another rank does"
-        self.graph = StepGraph(
-            "optimizer", backend, self._facts, self._capture, agree, site.options.on_failure
-        )
-        self._undo = ExitStack()
-        if self.why_eager:
-            return
         self._model = [p for chunk in site.chunks for p in chunk.parameters() if p.requires_grad]
-        self._states = [OptimizerState(part.optimizer) for part in self._parts]
-        main = [p for part in self._parts for p in part.get_parameters()]
-        self._gradients = SettledGradients(main if self._is_scaled else [])
+        self._main = [p for part in self._parts for p in part.get_parameters()]
+        self._settled = SettledGradients(self._main if self._is_scaled else [])
+        self._prepared: list[tuple[torch.Tensor, str, torch.Tensor]] = []
+        on_failure = site.options.on_failure
+        self.gradients = StepGraph(
+            "gradients", backend, self._facts, self._prepare, agree, on_failure
+        )
+        self.casts = StepGraph("casts", backend, self._places, self._cast, None, on_failure)
+        self._undo = ExitStack()
         self._eager_step = optimizer.step
-        self._undo.callback(patch_attributes(optimizer, {"step": self.step}))
+        if not self.why_eager:
+            self._undo.callback(patch_attributes(optimizer, {"step": self.step}))
 
     def step(self) -> tuple[bool, Any, Any]:
         """Step the optimizer; see ``step`` of Megatron's optimizers.
@@ -119,59 +123,82 @@ class MegatronOptimizerStep:
                     return False, None, None
                 no_preparation = {"prepare_grads": lambda: False}
                 prepared.callback(patch_attributes(self._optimizer, no_preparation))
-            for state in self._states:
-                state.write()
-            if not self.graph.is_ready():
+            if not self.gradients.is_ready():
                 result: tuple[bool, Any, Any] = self._eager_step()
-                self.graph.end_eager_step()
+                self.gradients.end_eager_step()
                 return result
-            success, norm, num_zeros = self.graph.replay()
-            for state in self._states:
-                state.end_replay()
+            success, norm, num_zeros = self.gradients.replay()
+            for p, name, grad in self._prepared:
+                setattr(p, name, grad)
+            for part in self._parts:
+                part.optimizer.step()
+            if self.casts.is_ready():
+                self.casts.replay()
+            else:
+                self._cast()
+                self.casts.end_eager_step()
             self._gather_parameters()
             return success, _given(norm), _given(num_zeros)
 
     def close(self) -> None:
-        """Free the graph, and restore Megatron's own step."""
+        """Free the graphs, and restore Megatron's own step."""
         self._undo.close()
-        self.graph.release()
+        self.gradients.release()
+        self.casts.release()
+        self._prepared = []
 
     def _facts(self) -> Hashable:
-        """Return the addresses and constants of a step; see `StepGraph`."""
-        facts: list[Hashable] = [self._gradients.settle()]
-        facts += [state.facts() for state in self._states]
+        """Return the addresses and constants of the first graph; see `StepGraph`."""
+        facts: list[Hashable] = [self._settled.settle()]
         for part in self._parts:
             facts += [part.config.clip_grad, part.config.log_num_zeros_in_grad]
         for p in self._model:
             grad = getattr(p, "main_grad", None)
             grad = p.grad if grad is None else grad
-            facts += [p.data_ptr(), None if grad is None else grad.data_ptr()]
+            facts.append(None if grad is None else grad.data_ptr())
         return tuple(facts)
 
-    def _capture(self) -> tuple[bool, Any, Any]:
-        """Run Megatron's step such that a graph can hold it."""
-        mixed, distributed = _mixed_and_distributed()
+    def _places(self) -> Hashable:
+        """Return the addresses of parameters."""
+        return tuple(p.data_ptr() for params in (self._model, self._main) for p in params)
+
+    def _prepare(self) -> tuple[bool, Any, Any]:
+        """Run Megatron's step up to the inner optimizer, such that a graph can hold it."""
         with ExitStack() as stack:
 
             def patch(target: object, **replacements: Any) -> None:
                 stack.callback(patch_attributes(target, replacements))
 
-            for state in self._states:
-                stack.enter_context(state.on_device(captures=True))
             for part in self._parts:
                 patch(part.config, timers=None)
-                if hasattr(part, "_copy_main_params_to_model_params"):
-                    patch(part, _copy_main_params_to_model_params=_copying_at_once(part))
             if not _sums_together(self._optimizer):
                 patch(self._optimizer, get_grad_norm=lambda: _norm_of(self._all_parts))
-            patch(distributed, step_with_ready_grads=mixed.step_with_ready_grads)
+            patch(self._optimizer, step_with_ready_grads=lambda: True)
             patch(import_megatron(_OPTIMIZER), **_functions_on_device())
             result: tuple[bool, Any, Any] = self._eager_step()
-            return result
+        if not self._is_scaled:
+            self._prepared = [
+                (p, name, grad)
+                for p in self._main
+                for name in ("grad", "decoupled_grad")
+                if (grad := getattr(p, name, None)) is not None
+            ]
+        return result
+
+    def _cast(self) -> None:
+        """Copy main parameters to model parameters, all at once where these are plain tensors."""
+        copies: dict[torch.Tensor, torch.Tensor] = {}
+        for part in self._parts:
+            if hasattr(part, "_copy_main_params_to_model_params"):
+                with _Instead(torch.Tensor.copy_, copies.__setitem__):
+                    part._copy_main_params_to_model_params()
+        if copies:
+            torch._foreach_copy_([*copies], [*copies.values()])
 
     def _gather_parameters(self) -> None:
         """Gather the parameters of distributed optimizers, as their own step does at its end."""
-        mixed, distributed = _mixed_and_distributed()
+        mixed = import_megatron(_OPTIMIZER).MixedPrecisionOptimizer
+        distributed = import_megatron(_DISTRIBUTED).DistributedOptimizer
         undo = patch_attributes(mixed, {"step_with_ready_grads": lambda _: True})
         try:
             for part in self._all_parts:
@@ -198,11 +225,6 @@ def _why_eager(optimizer: Any, parts: Sequence[Any]) -> str:
         for name in ("use_megatron_fsdp", "fp8_param_gather", "fp4_param_gather"):
             if getattr(ddp, name, False):
                 return f"{name}: it casts parameters in code of its own"
-        if problem := OptimizerState.problem_of(part.optimizer):
-            return problem
-        of_torch = type(part.optimizer).__module__.startswith("torch.")
-        if of_torch and any(p.is_cuda for p in part.get_parameters()):
-            return "torch's kernels read the learning rate in float32, eager steps in float64"
     params = [p for part in parts for p in part.get_parameters()]
     has_groups = any(getattr(p, "grad_norm_group", None) for p in params)
     if has_groups and not _sums_together(optimizer):
@@ -214,25 +236,6 @@ def _sums_together(optimizer: Any) -> bool:
     """Return whether all parts of an optimizer sum their norm over the same ranks."""
     parts = getattr(optimizer, "chained_optimizers", ())
     return len(parts) < 2 or optimizer.grads_states_parallel_group_is_shared()
-
-
-def _copying_at_once(part: Any) -> Callable[[], None]:
-    """Return a function that copies main parameters to model parameters all at once."""
-    copy = part._copy_main_params_to_model_params
-
-    def copy_at_once() -> None:
-        copies: dict[torch.Tensor, torch.Tensor] = {}
-        with _Instead(torch.Tensor.copy_, copies.__setitem__):
-            copy()
-        if copies:
-            torch._foreach_copy_([*copies], [*copies.values()])
-
-    return copy_at_once
-
-
-def _mixed_and_distributed() -> tuple[Any, Any]:
-    mixed = import_megatron(_OPTIMIZER).MixedPrecisionOptimizer
-    return mixed, import_megatron(_DISTRIBUTED).DistributedOptimizer
 
 
 def _functions_on_device() -> dict[str, Callable[..., Any]]:
@@ -261,13 +264,15 @@ def _functions_on_device() -> dict[str, Callable[..., Any]]:
         return counts[-1]
 
     def clip_grad_by_total_norm_fp32(
-        parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any
+        parameters: Any, max_norm: float, total_norm: Any, use_decoupled_grad: bool = False
     ) -> None:
         if not isinstance(total_norm, _HostNorm):
-            clipping.clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm, *args, **kwargs)
+            clip = clipping.clip_grad_by_total_norm_fp32
+            clip(parameters, max_norm, total_norm, use_decoupled_grad)
             return
         scale = max_norm / (total_norm.on_device + 1.0e-6)
-        grads = [p.grad for p in parameters if p.grad is not None]
+        name = "decoupled_grad" if use_decoupled_grad else "grad"
+        grads = [g for p in parameters if (g := getattr(p, name, None)) is not None]
         # Megatron scales nothing by 1 or more, nor by NaN.
         torch._foreach_mul_(grads, torch.where(scale < 1.0, scale, 1.0).float())
 

@@ -79,7 +79,6 @@ class CapturedOptimizer:
             self.graph.end_eager_step()
             return norm
         norm = self.graph.replay()
-        self._state.end_replay()
         return None if norm is None else norm.clone()
 
     def release(self) -> None:

@@ -1,9 +1,8 @@
 """What a captured step of an optimizer reads besides parameters: numbers, and where tensors lie.
 
-A graph holds numbers of Python as constants. The learning rate changes in most steps, and
-Transformer Engine's step count in all, so a captured step reads both from the device. Between steps
-the optimizer keeps them as Python numbers: schedulers, logs and checkpoints see what they see
-without graphs.
+A graph holds numbers of Python as constants. The learning rate changes in most steps, so a captured
+step reads it from the device. Between steps the optimizer keeps what its user gave it, which
+schedulers, logs and checkpoints see as without graphs.
 """
 
 from __future__ import annotations
@@ -22,33 +21,19 @@ _MOST_MOVES = 2
 """A gradient that has moved more often is copied to memory of its own."""
 
 
-def _is_of_transformer_engine(kind: type) -> bool:
-    return kind.__name__ == "FusedAdam" and kind.__module__.startswith("transformer_engine.")
-
-
-def _problems(optimizer: Any) -> Iterator[str]:
+def _problems(optimizer: torch.optim.Optimizer) -> Iterator[str]:
     """Yield the reasons why no graph can hold a step of ``optimizer``."""
     kind, groups = type(optimizer), optimizer.param_groups
     params = [p for group in groups for p in group["params"]]
-    if _is_of_transformer_engine(kind):
-        names = ["exp_avg_dtype", "exp_avg_sq_dtype"]
-        names += ["master_weight_dtype"] if optimizer.master_weights else []
-        if any(getattr(optimizer, name, torch.float32) is not torch.float32 for name in names):
-            yield "FusedAdam has a capturable kernel for state in float32 only"
-        if getattr(optimizer, "store_param_remainders", False):
-            yield "FusedAdam has no capturable kernel with store_param_remainders"
-        if any(p.numel() >= 2**31 - 1 for p in params):
-            yield "FusedAdam has no capturable kernel for 2**31 elements"
-    elif kind in _OF_TORCH:
-        needs = "fused=True" if kind is torch.optim.SGD else "fused=True or capturable=True"
-        if not all(group.get("fused") or group.get("capturable") for group in groups):
-            yield f"{kind.__name__} without {needs} reads its numbers on the host"
-        if any(isinstance(v, torch.Tensor) for group in groups for v in group.get("betas", ())):
-            yield f"{kind.__name__} reads tensors in betas on the host"
-    else:
+    if kind not in _OF_TORCH:
         yield f"{kind.__module__.partition('.')[0]}'s {kind.__name__} is not supported"
-    if any(isinstance(p, DTensor) or type(p.data) is not torch.Tensor for p in params):
-        yield "parameters are not plain tensors: they are sharded or quantized"
+    needs = "fused=True" if kind is torch.optim.SGD else "fused=True or capturable=True"
+    if not all(group.get("fused") or group.get("capturable") for group in groups):
+        yield f"{kind.__name__} without {needs} reads its numbers on the host"
+    if any(isinstance(v, torch.Tensor) for group in groups for v in group.get("betas", ())):
+        yield f"{kind.__name__} reads tensors in betas on the host"
+    if any(isinstance(p, DTensor) for p in params):
+        yield "parameters are sharded (DTensor)"
     if len({p.device for p in params}) > 1:
         yield "parameters are on several devices"
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -57,36 +42,29 @@ def _problems(optimizer: Any) -> Iterator[str]:
 
 
 class OptimizerState:
-    """The numbers and tensors of an optimizer of torch (Adam, AdamW, SGD) or Transformer Engine.
+    """The learning rates and tensors of torch's Adam, AdamW or SGD.
 
     Args:
         optimizer: One for which `problem_of` returns "".
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self._is_of_te = _is_of_transformer_engine(type(optimizer))
-        self._keys = ("lr", "step") if self._is_of_te else ("lr",)
-        # Device tensors by (number of the group, key), and the numbers that they hold.
-        self._tensors: dict[tuple[int, str], torch.Tensor] = {}
-        self._values: dict[tuple[int, str], Any] = {}
+        # By number of the group, on the device, and the numbers that they hold.
+        self._rates: dict[int, torch.Tensor] = {}
+        self._values: dict[int, Any] = {}
 
     @staticmethod
-    def problem_of(optimizer: Any) -> str:
+    def problem_of(optimizer: torch.optim.Optimizer) -> str:
         """Return why no graph can hold a step of ``optimizer``; "" if one can."""
         return next(_problems(optimizer), "")
 
-    @property
-    def groups(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the groups that have parameters, with their numbers."""
-        return ((i, g) for i, g in enumerate(self.optimizer.param_groups) if g["params"])
-
     def facts(self) -> Hashable:
         """Return the constants of a step, and the addresses of parameters and state."""
-        constants = [key for key in self.optimizer.defaults if key not in self._keys]
+        constants = [key for key in self.optimizer.defaults if key != "lr"]
         facts: list[Hashable] = []
-        state = self.optimizer.state
-        for _, group in self.groups:
+        state: Any = self.optimizer.state
+        for group in self.optimizer.param_groups:
             facts += [repr(group.get(key)) for key in constants]
             for p in group["params"]:
                 facts.append(p.data_ptr())
@@ -95,61 +73,44 @@ class OptimizerState:
         return tuple(facts)
 
     def write(self) -> None:
-        """Write the numbers of the groups to the device, without waiting for it.
+        """Write the learning rates to the device, without waiting for it.
 
         Call it before a capture: tensors that a capture creates belong to its graph.
         """
-        for i, group in self.groups:
-            for key in self._keys:
-                value, tensor = group.get(key, 0), self._tensor(i, key, group)
-                if isinstance(value, torch.Tensor):
-                    tensor.copy_(value, non_blocking=True)
-                    self._values.pop((i, key), None)
-                elif self._values.get((i, key)) != value:
-                    tensor.fill_(value)
-                    self._values[i, key] = value
+        for i, group in enumerate(self.optimizer.param_groups):
+            rate, tensor = group["lr"], self._rate(i, group)
+            if isinstance(rate, torch.Tensor):
+                tensor.copy_(rate, non_blocking=True)
+                self._values.pop(i, None)
+            elif self._values.get(i) != rate:
+                tensor.fill_(rate)
+                self._values[i] = rate
 
     @contextmanager
     def on_device(self, *, captures: bool = False) -> Iterator[None]:
-        """Let steps in this block read the numbers from the device; see `write`.
+        """Let steps in this block read the learning rates from the device; see `write`.
 
         Args:
             captures: Whether a step in this block is captured.
         """
-        kept = [(group, dict(group)) for _, group in self.groups]
+        kept = [(group, dict(group)) for group in self.optimizer.param_groups]
         try:
-            for i, group in self.groups:
-                for key in self._keys:
-                    group[key] = self._tensor(i, key, group)
+            for i, (group, _) in enumerate(kept):
+                group["lr"] = self._rate(i, group)
                 if captures and "capturable" in group:
-                    group["capturable"] = True
-            if self._is_of_te:
-                self.optimizer.capturable = True
+                    group["capturable"] = True  # fused kernels are, but torch asks for it
             yield
         finally:
-            if self._is_of_te:
-                self.optimizer.capturable = False
             for group, before in kept:
                 group.update(before)
 
-    def end_replay(self) -> None:
-        """Count the step that a graph has counted on the device."""
-        if "step" in self._keys:
-            for i, group in self.groups:
-                group["step"] += 1
-                self._values[i, "step"] = group["step"]
-
-    def _tensor(self, i: int, key: str, group: dict[str, Any]) -> torch.Tensor:
-        """Return the tensor of a number, in the type that the optimizer's kernels read."""
-        if (i, key) not in self._tensors:
+    def _rate(self, i: int, group: dict[str, Any]) -> torch.Tensor:
+        """Return the tensor of a learning rate, in the type that kernels read."""
+        if i not in self._rates:
             device = group["params"][0].device
-            if key == "step":
-                tensor = torch.zeros(1, dtype=torch.int32, device=device)
-            else:  # kernels on the CPU read a double
-                dtype = torch.float64 if device.type == "cpu" else torch.float32
-                tensor = torch.zeros((), dtype=dtype, device=device)
-            self._tensors[i, key] = tensor
-        return self._tensors[i, key]
+            dtype = torch.float64 if device.type == "cpu" else torch.float32
+            self._rates[i] = torch.zeros((), dtype=dtype, device=device)
+        return self._rates[i]
 
 
 class SettledGradients:

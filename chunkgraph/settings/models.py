@@ -290,7 +290,7 @@ class CaptureConfig(Section):
     """How to check replays, slowly: fill freed slots and scratch memory with NaN (poison), or
     compare every replay with an eager pass on the same inputs (shadow)."""
     optimizer: Annotated[StrictBool, Flag("--cuda-graph-optimizer")] = True
-    """Capture the optimizer's step too: the norm and clipping of gradients, Adam, and the cast of
+    """Capture the optimizer's step around Adam too: norm and clipping of gradients, and the cast of
     parameters. Optimizers that no graph can hold run eagerly."""
     on_failure: Annotated[Literal["raise", "eager"], Flag("--cuda-graph-on-failure")] = "raise"
     """After a capture that failed on any rank: raise the error, or train eagerly."""

