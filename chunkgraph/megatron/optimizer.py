@@ -38,6 +38,7 @@ _KINDS = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOpti
 _SETTINGS = {
     "optimizer_cpu_offload": "its state is on the host",
     "offload_optimizer_states": "its state moves to the host",
+    "use_precision_aware_optimizer": "it keeps main parameters inside of Adam",
     "reuse_grad_buf_for_mxfp8_param_ag": "MXFP8 parameters share memory with gradients",
     "overlap_param_gather_with_optimizer_step": "it gathers parameters between two optimizers",
 }
@@ -89,17 +90,20 @@ class MegatronOptimizerStep:
         self._all_parts = getattr(optimizer, "chained_optimizers", [optimizer])
         # The others have no parameters on this rank, but take part in collectives.
         self._parts = [p for p in self._all_parts if not getattr(p, "is_stub_optimizer", False)]
+        self._model = [p for chunk in site.chunks for p in chunk.parameters() if p.requires_grad]
         self.why_eager = _why_eager(optimizer, self._parts)
+        if not all(hasattr(p, "main_grad") for p in self._model):
+            self.why_eager = self.why_eager or "gradients are not in the buffers of DDP"
         self._is_scaled = any(getattr(part, "grad_scaler", None) for part in self._parts)
         is_eager, agree = bool(self.why_eager), site.agree or agree_alone
         any_eager, may_fail = agree([int(is_eager), int(is_eager or self._is_scaled)])
         self.always_succeeds = not may_fail
         if any_eager and backend.name == "recorder":
             self.why_eager = self.why_eager or "that of another rank does"
-        self._model = [p for chunk in site.chunks for p in chunk.parameters() if p.requires_grad]
+        self._casting = [p for p in self._parts if hasattr(p, "_copy_main_params_to_model_params")]
         self._main = [p for part in self._parts for p in part.get_parameters()]
         self._settled = SettledGradients(self._main if self._is_scaled else [])
-        self._prepared: list[tuple[torch.Tensor, str, torch.Tensor]] = []
+        self._prepared: list[tuple[torch.Tensor, torch.Tensor]] = []
         on_failure = site.options.on_failure
         self.gradients = StepGraph(
             "gradients", backend, self._facts, self._prepare, agree, on_failure
@@ -128,13 +132,13 @@ class MegatronOptimizerStep:
                 self.gradients.end_eager_step()
                 return result
             success, norm, num_zeros = self.gradients.replay()
-            for p, name, grad in self._prepared:
-                setattr(p, name, grad)
+            for p, grad in self._prepared:
+                p.grad = grad
             for part in self._parts:
                 part.optimizer.step()
-            if self.casts.is_ready():
+            if self._casting and self.casts.is_ready():
                 self.casts.replay()
-            else:
+            elif self._casting:
                 self._cast()
                 self.casts.end_eager_step()
             self._gather_parameters()
@@ -152,11 +156,8 @@ class MegatronOptimizerStep:
         facts: list[Hashable] = [self._settled.settle()]
         for part in self._parts:
             facts += [part.config.clip_grad, part.config.log_num_zeros_in_grad]
-        for p in self._model:
-            grad = getattr(p, "main_grad", None)
-            grad = p.grad if grad is None else grad
-            facts.append(None if grad is None else grad.data_ptr())
-        return tuple(facts)
+        model: Any = self._model
+        return *facts, *(p.main_grad.data_ptr() for p in model)
 
     def _places(self) -> Hashable:
         """Return the addresses of parameters."""
@@ -177,21 +178,15 @@ class MegatronOptimizerStep:
             patch(import_megatron(_OPTIMIZER), **_functions_on_device())
             result: tuple[bool, Any, Any] = self._eager_step()
         if not self._is_scaled:
-            self._prepared = [
-                (p, name, grad)
-                for p in self._main
-                for name in ("grad", "decoupled_grad")
-                if (grad := getattr(p, name, None)) is not None
-            ]
+            self._prepared = [(p, grad) for p in self._main if (grad := p.grad) is not None]
         return result
 
     def _cast(self) -> None:
-        """Copy main parameters to model parameters, all at once where these are plain tensors."""
+        """Copy main parameters to model parameters, all at once."""
         copies: dict[torch.Tensor, torch.Tensor] = {}
-        for part in self._parts:
-            if hasattr(part, "_copy_main_params_to_model_params"):
-                with _Instead(torch.Tensor.copy_, copies.__setitem__):
-                    part._copy_main_params_to_model_params()
+        with _Instead(torch.Tensor.copy_, copies.__setitem__):
+            for part in self._casting:
+                part._copy_main_params_to_model_params()
         if copies:
             torch._foreach_copy_([*copies], [*copies.values()])
 
@@ -264,15 +259,13 @@ def _functions_on_device() -> dict[str, Callable[..., Any]]:
         return counts[-1]
 
     def clip_grad_by_total_norm_fp32(
-        parameters: Any, max_norm: float, total_norm: Any, use_decoupled_grad: bool = False
+        parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any
     ) -> None:
         if not isinstance(total_norm, _HostNorm):
-            clip = clipping.clip_grad_by_total_norm_fp32
-            clip(parameters, max_norm, total_norm, use_decoupled_grad)
+            clipping.clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm, *args, **kwargs)
             return
         scale = max_norm / (total_norm.on_device + 1.0e-6)
-        name = "decoupled_grad" if use_decoupled_grad else "grad"
-        grads = [g for p in parameters if (g := getattr(p, name, None)) is not None]
+        grads = [p.grad for p in parameters if p.grad is not None]
         # Megatron scales nothing by 1 or more, nor by NaN.
         torch._foreach_mul_(grads, torch.where(scale < 1.0, scale, 1.0).float())
 
