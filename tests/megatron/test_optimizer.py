@@ -302,6 +302,10 @@ def test_what_no_graph_can_hold_runs_eagerly_and_says_why(one_rank: Any, make_co
     assert why(optimizer_cpu_offload=True).startswith("optimizer_cpu_offload")
     assert why(reuse_grad_buf_for_mxfp8_param_ag=True).startswith("reuse_grad_buf")
     assert why(grad_norm_skip_threshold=2.0).startswith("grad_norm_skip_threshold")
+    training = Training(one_rank, make_config, graphed=False, options={})
+    for parameter in training.trained.chunks[0].parameters():
+        del parameter.main_grad
+    assert new_step(training).why_eager == "gradients are not in the buffers of DDP"
 
 
 def test_detaching_restores_megatrons_step(one_rank: Any, make_config: Any) -> None:
