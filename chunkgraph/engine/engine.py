@@ -40,6 +40,7 @@ from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ConfigError, SlotError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.memory import plan_for_slots
+from chunkgraph.optimizer import CapturedOptimizer
 from chunkgraph.slots import plan_slots
 
 _SAMPLED = (EagerReason.CAPTURE_WARMUP, EagerReason.RELEASED, EagerReason.MEMORY_REPLACED)
@@ -70,6 +71,7 @@ class ChunkGraphs:
 
     Attributes:
         chunks: the chunks of the rank.
+        backend: makes the graphs.
         callables: a function for each chunk, called like the chunk.
         waiting: see `Replayer.waiting`.
         run_waiting: see `Replayer.run_waiting`.
@@ -101,7 +103,7 @@ class ChunkGraphs:
         self.mode = StepMode.OUTSIDE
         self.is_asleep = False
         self.failure: CaptureError | None = None
-        self._backend = backend or arguments.default_backend(self.chunks, self.options)
+        self.backend = backend or arguments.default_backend(self.chunks, self.options)
         self._decider = StepDecider(agree or agree_alone, self._state, takes_misfits=takes_misfits)
         self._captured: GraphSet | None = None
         self._captured_shape_key: Hashable = SHAPE_UNKNOWN
@@ -118,7 +120,7 @@ class ChunkGraphs:
             self._num_slots,
             self._banks,
             self.counters,
-            self._backend.device,
+            self.backend.device,
             shared_slots=self.options.shared_slots,
         )
         self._capturer = Capturer(
@@ -130,18 +132,19 @@ class ChunkGraphs:
                 num_together=num_together,
                 host=host or Host(),
             ),
-            backend=self._backend,
+            backend=self.backend,
             options=self.options,
             banks=self._banks,
             agree=self._decider.agreement.now,
         )
         self._hooks = ChunkHooks(self.chunks)
         labels = [chunk.label for chunk in self.chunks]
-        self._observers: list[Observer] = [*hang_watches(self._backend.device, labels)]
+        self._observers: list[Observer] = [*hang_watches(self.backend.device, labels)]
         self._of_capture: tuple[Observer, ...] = ()
         self._is_replaced: Callable[[], bool] = lambda: False
         self._release_replaced: Callable[[], None] = self.release
         self._was_replaced = False  # as of the end of the last step
+        self._optimizers: list[CapturedOptimizer] = []
         self.callables = arguments.as_functions(self.call, self.chunks)
         self.waiting, self.run_waiting = self._replayer.waiting, self._replayer.run_waiting
         self.reserve_input = self._replayer.reserve_input
@@ -346,7 +349,7 @@ class ChunkGraphs:
         self.counters.fallbacks[reason.text] += 1
         if wants_samples:
             # Otherwise the optimizer's state lies in large blocks of this step and keeps them.
-            self._backend.release_cached_memory()
+            self.backend.release_cached_memory()
 
     def capture(
         self,
@@ -417,6 +420,23 @@ class ChunkGraphs:
         if result.is_cause:
             warnings.warn(f"{error}\nTraining continues eagerly on all ranks.", stacklevel=4)
 
+    def capture_optimizer(
+        self, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> CapturedOptimizer:
+        """Return an object whose ``step`` clips gradients and steps ``optimizer`` as one graph.
+
+        Args:
+            optimizer: one of torch's that a graph can hold; see `CapturedOptimizer`.
+            options: its ``max_norm`` and ``group``.
+
+        Raises:
+            ConfigError: no graph can hold a step of this optimizer.
+        """
+        options = {"on_failure": self.options.on_failure, **options}
+        captured = CapturedOptimizer(optimizer, self.backend, **options)
+        self._optimizers.append(captured)
+        return captured
+
     def release(self) -> None:
         """Drop graphs, pools and static buffers; steps run eagerly until the next capture.
 
@@ -427,10 +447,12 @@ class ChunkGraphs:
             raise SlotError("release() was called inside a step; release between steps.")
         captured, self._captured = self._captured, None
         if captured is not None:
-            self._backend.synchronize()
+            self.backend.synchronize()
             captured.release()
             self._was_released = True
         self.is_asleep = False
+        for optimizer in self._optimizers:
+            optimizer.release()
         self._of_capture = ()
         self._was_replaced = False
         self._replayer.drop()
@@ -441,7 +463,7 @@ class ChunkGraphs:
             del captured
             # Otherwise the pools stay reserved, and eager steps cannot use their memory.
             gc.collect()
-            self._backend.release_workspaces()
+            self.backend.release_workspaces()
 
     def sleep(self) -> None:
         """Give the memory of slots, scratch and static inputs back; the graphs stay captured.
@@ -455,12 +477,12 @@ class ChunkGraphs:
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("sleep() was called inside a step; sleep between steps.")
-        if not self._backend.can_sleep:
+        if not self.backend.can_sleep:
             raise ConfigError(
                 "sleep() needs CaptureOptions(can_sleep=True), or a backend with can_sleep=True."
             )
         if self._captured is not None:
-            self._backend.release_cached_memory()  # waits for the device
+            self.backend.release_cached_memory()  # waits for the device
             self.is_asleep = True
             self._captured.pools.sleep()
 
@@ -471,7 +493,7 @@ class ChunkGraphs:
             torch.OutOfMemoryError: too little is free; the graphs sleep on. Call `wake` again.
         """
         if self._captured is not None and self.is_asleep:
-            self._backend.release_cached_memory()
+            self.backend.release_cached_memory()
             self._captured.pools.wake()
             self._captured.forget_inputs()
             self.is_asleep = False

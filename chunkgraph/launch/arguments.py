@@ -45,7 +45,11 @@ _OF_STEPS = {
 _REFUSED = "--cuda-graph-granularity chunk does not support"
 _GRAPH_RULES = (
     Rule("rl_training_cuda_graphs: Megatron would capture the same layers again; leave it out"),
-    Rule("optimizer_cuda_graph: it shares its capture stream with Megatron's other graphs"),
+    Rule(
+        "optimizer_cuda_graph: --cuda-graph-optimizer false keeps the optimizer eager; leave one "
+        "of the two out",
+        lambda f: f.optimizer_cuda_graph and not f.captures_optimizer,
+    ),
     Rule("inference_cuda_graph_scope=: there is no inference in a chunk graph"),
 )
 _PROGRAM_RULES = (
@@ -239,6 +243,8 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
     turned_off = tuple(_turn_off(args, flags.schedule))
     # With any other value Megatron builds its own graphs and takes other code paths.
     args.cuda_graph_impl = "none"
+    if _is_on(args, "optimizer_cuda_graph"):
+        args.optimizer_cuda_graph = False  # chunk graphs hold the optimizer's step already
     if _wants_te_rng(args, on_cpu):
         args.te_rng_tracker = True
     setattr(args, _WARMUP, flags.capture.num_warmup_steps)
@@ -284,6 +290,14 @@ def _turn_off(args: argparse.Namespace, schedule: str) -> Iterator[str]:
                 f"chunk graphs: training runs without --{name.replace('_', '-')}, with the same "
                 f"results: {why}."
             )
+    makes_masks = _is_on(args, "create_attention_mask_in_dataloader")
+    masks_itself = getattr(args, "transformer_impl", None) == "transformer_engine"
+    if makes_masks and masks_itself and not _is_on(args, "reset_attention_mask"):
+        args.create_attention_mask_in_dataloader = False
+        yield (
+            "chunk graphs: training runs with --no-create-attention-mask-in-dataloader, with the "
+            "same results: Transformer Engine's causal attention reads no mask."
+        )
 
 
 def _refuse(texts: list[str]) -> None:
@@ -303,6 +317,7 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
     modules = getattr(args, "recompute_modules", None)
     values = {
         **flags.packing.model_dump(),
+        "captures_optimizer": flags.capture.optimizer,
         "context_parallel_sizes": sizes,
         "cuda_graph_impl": implementation,
         "data_parallel_size": _num_copies(args),

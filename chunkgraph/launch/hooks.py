@@ -35,13 +35,14 @@ from chunkgraph.launch.arguments import (
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps, SpreadDocuments
 from chunkgraph.launch.patches import (
+    UnitScale,
     patch_pretrain,
     pretrain_arguments,
     pretrain_hooks,
     write_scalars,
 )
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of, eager_driver
-from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.core.agreement import exchange_between
 from chunkgraph.megatron.core.data_parallel import delay_in_new_configs
 from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
@@ -99,6 +100,7 @@ class ChunkGraphsInPretrain:
         graphs: The graphs that are attached to the model during training, otherwise None.
         was_parsed: Whether Megatron's arguments were parsed.
         has_trained: Whether graphs were ever attached to a model.
+        always_succeeds: Whether every step of the optimizer succeeds, on all ranks.
         disable: Function that removes the hooks from Megatron.
         delaying: While it is open, layers that are built may delay their weight gradients.
         on_parser: Callback with Megatron's parser after all flags are added.
@@ -109,6 +111,7 @@ class ChunkGraphsInPretrain:
         self.graphs: MegatronChunkGraphs | None = None
         self.was_parsed = False
         self.has_trained = False
+        self.always_succeeds = False
         self.disable: Callable[[], None] = lambda: None
         self.on_parser: Callable[[argparse.ArgumentParser], None] = lambda _: None
         self._on_cpu = on_cpu
@@ -137,8 +140,11 @@ class ChunkGraphsInPretrain:
                 refuse_differences(new_agreement(undo), dist.get_rank(), facts)
 
     @contextlib.contextmanager
-    def training(self, model: Any) -> Iterator[None]:
-        """Attach graphs to the loaded and wrapped model, and detach them on every exit."""
+    def training(self, model: Any, optimizer: Any = None) -> Iterator[None]:
+        """Attach graphs to the loaded and wrapped model, and detach them on every exit.
+
+        They also hold the step of ``optimizer``, unless it is None.
+        """
         self.delaying.close()
         chunks = list(model) if isinstance(model, (list, tuple)) else [model]
         # Graphs hold memory of communicators: detach them before the process groups are destroyed.
@@ -146,6 +152,8 @@ class ChunkGraphsInPretrain:
             undo.callback(self._forget)
             if self.flags is not None:
                 self._attach(self.flags, model, chunks, undo)
+                if optimizer is not None and self.flags.capture.optimizer:
+                    self._attach_optimizer(optimizer, undo)
             elif self._schedule != "auto":
                 self._driver = eager_driver(chunks, self._schedule)
                 undo.callback(self._driver.close)
@@ -183,6 +191,16 @@ class ChunkGraphsInPretrain:
             self._steps = _packed_steps(args, graphs, chunks, contexts)
             undo.callback(self._steps.close)
 
+    def _attach_optimizer(self, optimizer: Any, undo: contextlib.ExitStack) -> None:
+        assert self.graphs is not None
+        step = self.graphs.capture_optimizer(optimizer)
+        self.always_succeeds = step.always_succeeds
+        if step.always_succeeds:  # Megatron's loop reads the scale in every step
+            scale = UnitScale(optimizer.get_loss_scale())
+            undo.callback(patch_attributes(optimizer, {"get_loss_scale": lambda: scale}))
+        if step.why_eager:
+            _print_on_rank_0(f"chunk graphs: the optimizer runs eagerly: {step.why_eager}")
+
     def _contexts(
         self, flags: GraphFlags, args: Any, chunks: Sequence[Any], undo: contextlib.ExitStack
     ) -> PackedBanks | None:
@@ -204,6 +222,7 @@ class ChunkGraphsInPretrain:
         return PackedBanks.of_limits(limits, groups, seq_buckets=flags.packing.seq_buckets)
 
     def _forget(self) -> None:
+        self.always_succeeds = False
         self.graphs = self._driver = self._metrics = self._steps = None
 
     def wrap_schedule(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,8 +2,9 @@
 
 Megatron's ``pretrain()`` has no hook for the schedule, and stock scripts have none for flags.
 Instead, this module replaces globals that Megatron looks up at each call: the function that adds
-the flags, ``train``, ``get_forward_backward_func`` and, for the log, ``training_log`` and
-``print_rank_last``.
+the flags, ``train``, ``get_forward_backward_func`` and, for the log, ``training_log``,
+``print_rank_last`` and the reductions of success, norm and count of zeros, for which the host then
+does not wait.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from chunkgraph.megatron.core.access import (
     private_names,
     refuse_other_releases,
 )
+from chunkgraph.megatron.core.fused_gradients import fuse_gradients
 
 if TYPE_CHECKING:
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
@@ -84,12 +86,15 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
         parser.parse_args = parse_args  # type: ignore[method-assign]
         return parser
 
-    def train_with_hooks(forward_step_func: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        with hooks.training(model):
-            return train(forward_step_func, model, *args, **kwargs)
+    def train_with_hooks(
+        forward_step_func: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        with hooks.training(model, optimizer):
+            return train(forward_step_func, model, optimizer, *args, **kwargs)
 
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         hooks.before_model()
+        undo.callback(fuse_gradients())
         return set_up(*args, **kwargs)
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
@@ -118,6 +123,7 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
         "get_forward_backward_func": get_forward_backward_func,
         "training_log": training_log,
         "print_rank_last": print_rank_last,
+        **_reductions(hooks),
     }
     undo.callback(patch_attributes(training, replacements))
     if on_cpu and hasattr(training, "_seqlen_stats_in_iteration"):  # since 0.19
@@ -128,6 +134,45 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
     if not (Path(str(datasets.__file__)).parent / "Makefile").exists():
         undo.callback(patch_attributes(datasets, {"compile_helpers": _helpers_are_built}))
     return undo.close
+
+
+def _reductions(hooks: ChunkGraphsInPretrain) -> dict[str, Callable[..., Any]]:
+    """Return replacements, by name, of the reductions after a step, for which the host waits.
+
+    They are for ranks without parameters. If there are none and no step is skipped, all ranks of a
+    reduction have its result already.
+    """
+    names = (
+        "logical_and_across_model_parallel_group",
+        "reduce_max_stat_across_model_parallel_group",
+    )
+    all_succeed, largest = private_names(_TRAINING, *names)
+
+    def has_succeeded(success: bool, *args: Any, **kwargs: Any) -> Any:
+        return success if hooks.always_succeeds else all_succeed(success, *args, **kwargs)
+
+    def maximum(stat: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hooks.always_succeeds:
+            return largest(stat, *args, **kwargs)
+        if isinstance(stat, torch.Tensor):  # the log reads it
+            return stat.detach().float().reshape(())
+        return None if stat is None else torch.tensor(stat, dtype=torch.float32).item()
+
+    return dict(zip(names, (has_succeeded, maximum), strict=True))
+
+
+class UnitScale:
+    """A loss scale of 1, known to the host; it multiplies as Megatron's tensor does."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def item(self) -> float:
+        """Return 1, without a read of the device."""
+        return 1.0
+
+    def __mul__(self, loss: torch.Tensor) -> torch.Tensor:
+        return self._tensor * loss
 
 
 def pretrain_hooks() -> object:

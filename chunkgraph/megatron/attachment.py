@@ -38,6 +38,7 @@ from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.steps import StepPlans, refuse_unknown
 from chunkgraph.megatron.features.rerun import OverflowGuard
 from chunkgraph.megatron.model_part import Scope
+from chunkgraph.megatron.optimizer import MegatronOptimizerStep
 from chunkgraph.megatron.pipeline.choice import PipelinePlace, PipelineSchedule
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.receive import SlotReceiver
@@ -432,6 +433,22 @@ class MegatronChunkGraphs:
                 "Chunk graphs attached without `packing` have no buckets and take no announcements."
             )
         return self.features.plans
+
+    def capture_optimizer(self, optimizer: Any) -> MegatronOptimizerStep:
+        """Let ``optimizer.step()`` replay a graph, after an eager step, until `detach`.
+
+        All ranks call it together, before the first step. Losses, norms, zeros, parameters and
+        checkpoints stay those of eager steps, to the last bit.
+
+        Args:
+            optimizer: Result of ``get_megatron_optimizer`` for this model.
+
+        Returns:
+            The step; its ``why_eager`` says why it stays eager, if it does.
+        """
+        step = MegatronOptimizerStep(optimizer, self.site, self.engine.backend)
+        self._undo.callback(step.close)
+        return step
 
     def name_replays(self) -> None:
         """Name every replay in profiles by stage, chunk, action and microbatch."""

@@ -199,7 +199,7 @@ class TrainConfig(Section):
     overlap_grad_reduce: StrictBool = False
     """Reduce gradients while the backward pass runs."""
     gradient_accumulation_fusion: StrictBool = False
-    """Accumulate weight gradients into main_grad in the GEMM. Needs Transformer Engine's layers."""
+    """Accumulate weight gradients into main_grad in the GEMM. Needs Transformer Engine or APEX."""
     use_distributed_optimizer: StrictBool = False
     """Shard the optimizer state over the data-parallel ranks."""
     overlap_param_gather: StrictBool = False
@@ -271,13 +271,16 @@ class CaptureConfig(Section):
     verify: Annotated[Literal["none", "poison", "shadow"], Flag("--cuda-graph-verify")] = "none"
     """How to check replays, slowly: fill freed slots and scratch memory with NaN (poison), or
     compare every replay with an eager pass on the same inputs (shadow)."""
+    optimizer: Annotated[StrictBool, Flag("--cuda-graph-optimizer")] = True
+    """Capture the optimizer's step around Adam too: norm and clipping of gradients, and the cast of
+    parameters. Optimizers that no graph can hold run eagerly."""
     on_failure: Annotated[Literal["raise", "eager"], Flag("--cuda-graph-on-failure")] = "raise"
     """After a capture that failed on any rank: raise the error, or train eagerly."""
 
     @property
     def options(self) -> dict[str, Any]:
         """Return the arguments of the engine's ``CaptureOptions``."""
-        return self.model_dump(exclude={"enabled", "scope"})
+        return self.model_dump(exclude={"enabled", "scope", "optimizer"})
 
 
 class StashConfig(Section):

@@ -11,7 +11,11 @@ from chunkgraph.settings.listing import Setting, settings_of
 from chunkgraph.settings.models import Settings, derived_fields
 from chunkgraph.settings.rule import Facts, Words
 
-_NAMES = {"capture.enabled": "captures", "stash.enabled": "stash"}
+_NAMES = {
+    "capture.enabled": "captures",
+    "capture.optimizer": "captures_optimizer",
+    "stash.enabled": "stash",
+}
 """Facts with another name than the last part of the setting's path."""
 _MEGATRON_FLAGS = {
     "bf16": "--bf16",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any, get_type_hints
@@ -16,12 +16,11 @@ from torch.nn import functional
 from chunkgraph._text import did_you_mean, shown
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
+from chunkgraph.megatron.core.fused_gradients import fuse_gradients
 from chunkgraph.megatron.core.model_kinds import HybridNames
 from chunkgraph.megatron.features.hybrid import can_recompute_hybrid_layers
 from chunkgraph.schedules import splits_backward
 from chunkgraph.settings import Config, derived_fields, resolved
-
-_FUSES = "fuse_wgrad_accumulation"
 
 
 def build_model(
@@ -47,6 +46,8 @@ def build_model(
         ConfigError: The layers or the installed release do not support the model.
     """
     config = resolved(config.model_copy(update={"device": device.type}))
+    if config.train.gradient_accumulation_fusion:
+        fuse_gradients()  # otherwise Megatron asks for APEX
     model_config = _transformer_config(config, transformer_options or {})
     delays = splits_backward(config.pipeline.schedule)
     # Megatron's check of the field requires expert-parallel overlap.
@@ -86,8 +87,6 @@ def build_model(
         chunks = [half(model_config, chunk) for chunk in chunks]
     options = {"delay_wgrad_compute": delays, **(ddp_options or {})}
     chunks = _wrap_for_data_parallel(config, model_config, chunks, options)
-    if config.train.gradient_accumulation_fusion:
-        fuse_weight_gradients(chunks)
     for chunk in chunks:
         chunk.train()
     return chunks
@@ -204,6 +203,7 @@ def _transformer_config(config: Config, options: Mapping[str, Any]) -> Any:
         "bias_activation_fusion": not on_cpu,
         "bias_dropout_fusion": not on_cpu,
         "deterministic_mode": config.train.deterministic,
+        "gradient_accumulation_fusion": config.train.gradient_accumulation_fusion,
     }
     if config.moe.num_moe_experts is not None:
         settings |= config.moe.model_dump(exclude_none=True) | {"expert_tensor_parallel_size": 1}
@@ -270,30 +270,6 @@ def _wrap_for_data_parallel(
         model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     model_config.finalize_model_grads_func = distributed.finalize_model_grads
     return wrapped
-
-
-def fuse_weight_gradients(chunks: Sequence[nn.Module]) -> None:
-    """Make every Transformer Engine layer of ``chunks`` accumulate its weight gradient in its GEMM.
-
-    Megatron's switch (``gradient_accumulation_fusion``) applies to the whole model, and its output
-    layer then needs an extension that no package registry has. Transformer Engine's layers need no
-    extension, and each has its own switch. Eager and captured training then run the same kernels.
-
-    Call this after DDP has wrapped the chunks, since the GEMM adds into ``weight.main_grad``.
-
-    Raises:
-        ConfigError: There is no such layer, or a weight has no ``main_grad``.
-    """
-    layers = [m for chunk in chunks for m in chunk.modules() if hasattr(m, _FUSES)]
-    weights = [p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad]
-    if not layers or not all(hasattr(weight, "main_grad") for weight in weights):
-        raise ConfigError(
-            "gradient_accumulation_fusion is on. It needs Transformer Engine's layers "
-            "(model.layer_spec=transformer_engine) and DDP, for a main_grad to accumulate into. "
-            "Use both, or turn it off."
-        )
-    for layer in layers:
-        setattr(layer, _FUSES, True)
 
 
 def build_optimizer(config: Config, chunks: list[nn.Module]) -> Any:

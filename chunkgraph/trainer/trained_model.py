@@ -150,6 +150,8 @@ class TrainedModel:
         )
         self._undo.callback(self.graphs.detach)  # before the process groups that graphs use
         self.schedule = self.graphs.wrap_forward_backward(self.schedule)
+        if config.capture.optimizer:
+            self.graphs.capture_optimizer(self.optimizer)
         return self.graphs
 
     def train_eagerly(self) -> None:

@@ -168,7 +168,7 @@ def graphs(backend: GraphBackend) -> ChunkGraphs:
 
 
 def _forward(graphs: ChunkGraphs, rows: int) -> torch.Tensor:
-    device = graphs._backend.device
+    device = graphs.backend.device
     return graphs.callables[0](torch.ones(rows, WIDTH, device=device), rows=rows)
 
 

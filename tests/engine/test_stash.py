@@ -118,7 +118,7 @@ class Captured:
                 if left and free and (not waiting or rng.random() < 0.6):
                     c = rng.choice(free)
                     # A shift in one direction: loads between no tokens and all of them.
-                    x = torch.randn(self.num_tokens, WIDTH, device=self.graphs._backend.device)
+                    x = torch.randn(self.num_tokens, WIDTH, device=self.graphs.backend.device)
                     x += self.eager[c].router.weight[0].detach() * rng.uniform(-9, 9)
                     mine = x.clone().requires_grad_()
                     y = self.graphs.callables[c](mine)

@@ -143,7 +143,10 @@ def test_arguments_that_the_script_changes_later_are_looked_at_again() -> None:
             "--use-transformer-engine-op-fuser --fp8-format hybrid --fp8-recipe mxfp8 "
             "--recompute-granularity full"
         ),
-        "--fp4-format e2m1 --use-megatron-fsdp --yaml-cfg x --optimizer-cuda-graph",
+        (
+            "--fp4-format e2m1 --use-megatron-fsdp --yaml-cfg x --optimizer-cuda-graph "
+            "--cuda-graph-optimizer false"
+        ),
     ],
 )
 def test_refusals_speak_in_flags_that_can_be_typed(arguments: str) -> None:

@@ -374,3 +374,31 @@ def test_delayed_weight_gradients_without_graphs_and_schedule_are_left_to_megatr
 def test_schedules_that_cannot_run_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         settle_arguments(arguments(**changes), on_cpu=True)
+
+
+def test_masks_that_no_kernel_reads_are_not_made() -> None:
+    engine = {"transformer_impl": "transformer_engine", "create_attention_mask_in_dataloader": True}
+    args = arguments(**engine)
+    flags = settle_arguments(args, on_cpu=False)
+    assert flags is not None
+    assert not args.create_attention_mask_in_dataloader
+    assert "--no-create-attention-mask-in-dataloader" in flags.turned_off[-1]
+    for changes in ({"transformer_impl": "local"}, {"reset_attention_mask": True}):
+        args = arguments(**{**engine, **changes})
+        settle_arguments(args, on_cpu=False)
+        assert args.create_attention_mask_in_dataloader
+
+
+def test_megatrons_flag_for_a_graph_of_the_optimizer_is_taken_over() -> None:
+    args = arguments(optimizer_cuda_graph=True)
+    flags = settle_arguments(args, on_cpu=True)
+    assert flags is not None
+    assert flags.capture.optimizer
+    assert not args.optimizer_cuda_graph
+    args = arguments(optimizer_cuda_graph=True, cuda_graph_optimizer="false")
+    with pytest.raises(ConfigError, match="--optimizer-cuda-graph: --cuda-graph-optimizer false"):
+        settle_arguments(args, on_cpu=True)
+    args = arguments(cuda_graph_optimizer="false")
+    flags = settle_arguments(args, on_cpu=True)
+    assert flags is not None
+    assert not flags.capture.optimizer

@@ -120,6 +120,10 @@ def _evaluations(output: str) -> list[str]:
     return re.findall(r"validation loss at iteration \d+ .*lm loss value: \S+", output)
 
 
+def _num_zeros(output: str) -> list[str]:
+    return re.findall(r"num zeros: (\S+) ", output)
+
+
 def _replays(output: str) -> list[int]:
     return [int(n) for n in re.findall(r"graph replays: +(\d+)", output)]
 
@@ -155,14 +159,18 @@ def test_dp2_pp2_vpp2_with_overlaps_and_whole_chunks_equals_eager(jobs: Jobs) ->
             "2",
         ],
         *["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
+        "--log-num-zeros-in-grad",
     ]
     eager = jobs.train("vpp-eager", *flags, nproc=4)
+    num_zeros = _num_zeros(jobs.output)
+    assert len(num_zeros) == 3
     tensorboard = ["--tensorboard-dir", str(jobs.folder / "tb")] if _has_tensorboard() else []
     poisoned = ["--cuda-graph-chunk-scope", "chunk", "--cuda-graph-verify", "poison"]
     arguments = [*flags, *CHUNK, *poisoned, *tensorboard, "--nvtx-ranges"]
     arguments += ["--disable-gloo-process-groups"]  # ranks agree all the same
     chunk = jobs.train("vpp-chunk", *arguments, nproc=4)
     assert chunk == eager
+    assert _num_zeros(jobs.output) == num_zeros  # the host reads them for the log
     assert _replays(jobs.output) == [0, 4, 4]  # 2 microbatches in 2 chunks
     if tensorboard:
         scalars = _scalars(jobs.folder / "tb")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from training_needs import NEEDS_TRAINING
 
 pytestmark = [pytest.mark.megatron, NEEDS_TRAINING]
@@ -118,3 +120,24 @@ def test_a_script_that_has_no_use_for_the_flags_is_reported(
         error = capsys.readouterr().err
         assert ("WARNING: chunk graphs: " in error) == bool(message)
         assert message in error
+
+
+def test_the_host_reads_nothing_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chunkgraph.launch.patches import UnitScale, _reductions
+    from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
+
+    with cpu_pretrain_host():
+        hooks: Any = SimpleNamespace(always_succeeds=True)
+        succeeded, maximum = _reductions(hooks).values()
+    norm, loss = torch.tensor([2.0], dtype=torch.float64), torch.tensor([3.0])
+    scale = UnitScale(torch.ones(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "item", lambda _: pytest.fail("a read"))
+        assert succeeded(True, group=None) is True
+        largest = maximum(norm, group=None)
+        assert scale.item() == 1.0
+        scaled = scale * loss
+    assert (largest.shape, largest.dtype, float(largest)) == ((), torch.float32, 2.0)
+    assert torch.equal(scaled, loss)
+    assert maximum(None) is None
+    assert maximum(0.1) == float(torch.tensor(0.1))  # as Megatron rounds it

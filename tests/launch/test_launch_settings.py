@@ -63,6 +63,7 @@ CHANGES: dict[str, dict[str, list[str]]] = {
         "num_warmup_steps": ["num_warmup_steps=3"],
         "verify": ["verify=poison"],
         "on_failure": ["on_failure=eager"],
+        "optimizer": ["optimizer=false"],
     },
 }
 ELSEWHERE = {

@@ -364,7 +364,14 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
             options=CaptureOptions(**case.options),
         )
     trained = [*named.values()] or [torch.zeros(1)]
-    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    is_plain = case.sharded is None and case.data_parallel == 1
+    optimizer = torch.optim.AdamW(trained, lr=0.01, fused=is_plain or None)
+    step_optimizer: Callable[[], Any] = optimizer.step
+    if has_graphs and is_plain:
+        # No norm is as large, but all ranks sum it.
+        group, norm = dist.group.WORLD, 1e9
+        captured = runner.graphs.capture_optimizer(optimizer, max_norm=norm, group=group)
+        step_optimizer = captured.step
     is_first = any(stage.is_first for stage in stages)
     is_last = any(stage.is_last for stage in stages)
 
@@ -387,7 +394,7 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
         results = call(runner.step, step, count, return_outputs=step % 2 == 0)
         grads = {n: None if p.grad is None else local(p.grad).clone() for n, p in named.items()}
         values.append((*results, grads))
-        optimizer.step()
+        step_optimizer()
         if has_graphs:
             receive_memory.append(runner.receive_memory.num_buffers)
             if case.options.get("can_sleep"):

@@ -213,8 +213,10 @@ def receiver(
     """Return a function that adds a gradient of a leaf to ``sums``."""
 
     def receive(index: int, gradient: torch.Tensor) -> None:
-        if getattr(leaves[index], "grad_added_to_main_grad", False):
-            sums.note(index)  # by a dummy gradient
+        leaf = leaves[index]
+        is_dummy = not getattr(leaf, "zero_out_wgrad", False)  # else zeros, and others' gradients
+        if is_dummy and getattr(leaf, "grad_added_to_main_grad", False):
+            sums.note(index)
         else:
             sums.add(index, gradient)
 

@@ -10,6 +10,7 @@ Effects inside the block, undone on exit:
 * ``device="cuda"`` in factories, ``.to("cuda")``, ``.cuda()`` and pinned memory mean the CPU;
 * ``torch.cuda`` streams and events do nothing, ``torch.cuda`` random-number calls use the CPU
   generator, and ``torch.cuda.is_available()`` is false even next to a GPU;
+* the norm of gradients reads no device, as on a GPU;
 * Megatron's RNG tracker switches states of the CPU generator in a way that a graph can repeat,
   and recomputation restores them;
 * modules that import triton unconditionally load without it;
@@ -314,6 +315,7 @@ def cpu_host() -> Iterator[HostRng]:
         rng = HostRng()
         stack.callback(patch_rng(rng))
         stack.callback(_patch_router())
+        stack.callback(_patch_norm())
         stack.callback(rng.switch_to, rng.default)
         yield rng
 
@@ -336,6 +338,17 @@ def _patch_router() -> Callable[[], None]:
     module = import_megatron(f"{_MOE}.token_dispatcher")
     undo.callback(patch_attributes(module, {"maybe_move_tensor_to_cpu": _on_the_host}))
     return undo.close
+
+
+def _patch_norm() -> Callable[[], None]:
+    """Let the norm of gradients, with the same bits, read nothing; return the undo function."""
+    clipping = import_megatron("megatron.core.optimizer.clip_grads")
+
+    def l2_norm(_size: int, _flag: Any, lists: Sequence[Any], _by_tensor: bool) -> Any:
+        norms = torch.stack([torch.norm(tensor) for tensor in lists[0]])
+        return torch.norm(norms.view(1, -1)).view(1), None
+
+    return patch_attributes(clipping, {"l2_norm_impl": l2_norm})
 
 
 def _on_the_host(tensor: Any, as_numpy: bool = False, **_: object) -> Any:

@@ -1,0 +1,291 @@
+"""The step of Megatron's optimizer in two graphs: norm and clipping; casts of parameters.
+
+The first graph holds Megatron's own step up to the inner optimizer, captured after an eager step.
+Where Megatron reads a number from the device the capture keeps it there: the norm that scales
+gradients, and the count of zeros. With a loss scale, Megatron's look for overflows stays in front
+of it, the one read it keeps. The inner optimizer (Adam) runs eagerly, for the host launches it
+while the first graph runs: kernels that read learning rate and step from the device are slower, and
+round differently. The second graph casts main to model parameters; the gather of a distributed
+optimizer's parameters follows, as it follows the eager step.
+
+A step whose gradients and constants are not those of the graph runs eagerly. On a GPU it has the
+same collectives in the same order, so ranks need not agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from chunkgraph.engine.agreement import agree_alone
+from chunkgraph.graphs import GraphBackend
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes
+from chunkgraph.megatron.site import Site
+from chunkgraph.optimizer import SettledGradients, StepGraph
+
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
+_CLIPPING = "megatron.core.optimizer.clip_grads"
+_KINDS = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
+_SETTINGS = {
+    "optimizer_cpu_offload": "its state is on the host",
+    "offload_optimizer_states": "its state moves to the host",
+    "use_precision_aware_optimizer": "it keeps main parameters inside of Adam",
+    "reuse_grad_buf_for_mxfp8_param_ag": "MXFP8 parameters share memory with gradients",
+    "overlap_param_gather_with_optimizer_step": "it gathers parameters between two optimizers",
+}
+
+
+@dataclass(frozen=True)
+class _HostNorm:
+    """A norm that Megatron computes on the host, in double precision.
+
+    Attributes:
+        on_device: The norm in float64.
+        read: Reads the norm as Megatron does, if ``on_device`` may differ in the last bit; the host
+            waits for the device.
+    """
+
+    on_device: torch.Tensor
+    read: Callable[[], float] | None = None
+
+
+class _Instead(TorchFunctionMode):
+    """Call ``replacement`` in place of one method of tensors."""
+
+    def __init__(self, method: Any, replacement: Callable[..., Any]) -> None:
+        super().__init__()
+        self._method, self._replacement = method, replacement
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = self._replacement if func is self._method else func
+        return run(*args, **(kwargs or {}))
+
+
+class MegatronOptimizerStep:
+    """Replace the ``step`` of a Megatron optimizer with one that replays graphs.
+
+    Args:
+        optimizer: Result of ``get_megatron_optimizer``.
+        site: The model that it trains.
+        backend: Makes the graphs.
+
+    Attributes:
+        why_eager: Why all steps run eagerly, or "".
+        always_succeeds: Whether no step can overflow or be skipped, on all ranks.
+        gradients: The graph of gradients, norm and clipping; it counts captures and replays.
+        casts: The graph of casts.
+    """
+
+    def __init__(self, optimizer: Any, site: Site, backend: GraphBackend) -> None:
+        self._optimizer = optimizer
+        self._all_parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        # The others have no parameters on this rank, but take part in collectives.
+        self._parts = [p for p in self._all_parts if not getattr(p, "is_stub_optimizer", False)]
+        self._model = [p for chunk in site.chunks for p in chunk.parameters() if p.requires_grad]
+        self.why_eager = _why_eager(optimizer, self._parts)
+        if not all(hasattr(p, "main_grad") for p in self._model):
+            self.why_eager = self.why_eager or "gradients are not in the buffers of DDP"
+        self._is_scaled = any(getattr(part, "grad_scaler", None) for part in self._parts)
+        is_eager, agree = bool(self.why_eager), site.agree or agree_alone
+        any_eager, may_fail = agree([int(is_eager), int(is_eager or self._is_scaled)])
+        self.always_succeeds = not may_fail
+        if any_eager and backend.name == "recorder":
+            self.why_eager = self.why_eager or "that of another rank does"
+        self._casting = [p for p in self._parts if hasattr(p, "_copy_main_params_to_model_params")]
+        self._main = [p for part in self._parts for p in part.get_parameters()]
+        self._settled = SettledGradients(self._main if self._is_scaled else [])
+        self._prepared: list[tuple[torch.Tensor, torch.Tensor]] = []
+        on_failure = site.options.on_failure
+        self.gradients = StepGraph(
+            "gradients", backend, self._facts, self._prepare, agree, on_failure
+        )
+        self.casts = StepGraph("casts", backend, self._places, self._cast, None, on_failure)
+        self._undo = ExitStack()
+        self._eager_step = optimizer.step
+        if not self.why_eager:
+            self._undo.callback(patch_attributes(optimizer, {"step": self.step}))
+
+    def step(self) -> tuple[bool, Any, Any]:
+        """Step the optimizer; see ``step`` of Megatron's optimizers.
+
+        Returns:
+            Whether it was successful, the norm, and the count of zeros. After a replay the last two
+            are tensors of one element, unless this release computes the norm on the host.
+        """
+        with torch.no_grad(), ExitStack() as prepared:
+            if self._is_scaled:
+                if self._optimizer.prepare_grads():
+                    return False, None, None
+                no_preparation = {"prepare_grads": lambda: False}
+                prepared.callback(patch_attributes(self._optimizer, no_preparation))
+            if not self.gradients.is_ready():
+                result: tuple[bool, Any, Any] = self._eager_step()
+                self.gradients.end_eager_step()
+                return result
+            success, norm, num_zeros = self.gradients.replay()
+            for p, grad in self._prepared:
+                p.grad = grad
+            for part in self._parts:
+                part.optimizer.step()
+            if self._casting and self.casts.is_ready():
+                self.casts.replay()
+            elif self._casting:
+                self._cast()
+                self.casts.end_eager_step()
+            self._gather_parameters()
+            return success, _given(norm), _given(num_zeros)
+
+    def close(self) -> None:
+        """Free the graphs, and restore Megatron's own step."""
+        self._undo.close()
+        self.gradients.release()
+        self.casts.release()
+        self._prepared = []
+
+    def _facts(self) -> Hashable:
+        """Return the addresses and constants of the first graph; see `StepGraph`."""
+        facts: list[Hashable] = [self._settled.settle()]
+        for part in self._parts:
+            facts += [part.config.clip_grad, part.config.log_num_zeros_in_grad]
+        model: Any = self._model
+        return *facts, *(p.main_grad.data_ptr() for p in model)
+
+    def _places(self) -> Hashable:
+        """Return the addresses of parameters."""
+        return tuple(p.data_ptr() for params in (self._model, self._main) for p in params)
+
+    def _prepare(self) -> tuple[bool, Any, Any]:
+        """Run Megatron's step up to the inner optimizer, such that a graph can hold it."""
+        with ExitStack() as stack:
+
+            def patch(target: object, **replacements: Any) -> None:
+                stack.callback(patch_attributes(target, replacements))
+
+            for part in self._parts:
+                patch(part.config, timers=None)
+            if not _sums_together(self._optimizer):
+                patch(self._optimizer, get_grad_norm=lambda: _norm_of(self._all_parts))
+            patch(self._optimizer, step_with_ready_grads=lambda: True)
+            patch(import_megatron(_OPTIMIZER), **_functions_on_device())
+            result: tuple[bool, Any, Any] = self._eager_step()
+        if not self._is_scaled:
+            self._prepared = [(p, grad) for p in self._main if (grad := p.grad) is not None]
+        return result
+
+    def _cast(self) -> None:
+        """Copy main parameters to model parameters, all at once."""
+        copies: dict[torch.Tensor, torch.Tensor] = {}
+        with _Instead(torch.Tensor.copy_, copies.__setitem__):
+            for part in self._casting:
+                part._copy_main_params_to_model_params()
+        if copies:
+            torch._foreach_copy_([*copies], [*copies.values()])
+
+    def _gather_parameters(self) -> None:
+        """Gather the parameters of distributed optimizers, as their own step does at its end."""
+        mixed = import_megatron(_OPTIMIZER).MixedPrecisionOptimizer
+        distributed = import_megatron(_DISTRIBUTED).DistributedOptimizer
+        undo = patch_attributes(mixed, {"step_with_ready_grads": lambda _: True})
+        try:
+            for part in self._all_parts:
+                if isinstance(part, distributed):
+                    part.step_with_ready_grads()
+        finally:
+            undo()
+
+
+def _why_eager(optimizer: Any, parts: Sequence[Any]) -> str:
+    """Return why no graph can hold the step of a Megatron optimizer; "" if one can."""
+    chained = import_megatron(_OPTIMIZER).ChainedOptimizer
+    if not parts:
+        return "this rank trains no parameter"
+    for part in parts:
+        config, ddp = part.config, getattr(part, "ddp_config", None)
+        if type(part).__name__ not in _KINDS or type(optimizer) not in (type(part), chained):
+            return f"{type(part).__name__} is not supported"
+        for name, why in _SETTINGS.items():
+            if getattr(config, name, False):
+                return f"{name}: {why}"
+        if math.isfinite(getattr(config, "grad_norm_skip_threshold", math.inf)):
+            return "grad_norm_skip_threshold: the host reads the norm"
+        for name in ("use_megatron_fsdp", "fp8_param_gather", "fp4_param_gather"):
+            if getattr(ddp, name, False):
+                return f"{name}: it casts parameters in code of its own"
+    params = [p for part in parts for p in part.get_parameters()]
+    has_groups = any(getattr(p, "grad_norm_group", None) for p in params)
+    if has_groups and not _sums_together(optimizer):
+        return "separate norms over several groups of ranks are added on the host"
+    return ""
+
+
+def _sums_together(optimizer: Any) -> bool:
+    """Return whether all parts of an optimizer sum their norm over the same ranks."""
+    parts = getattr(optimizer, "chained_optimizers", ())
+    return len(parts) < 2 or optimizer.grads_states_parallel_group_is_shared()
+
+
+def _functions_on_device() -> dict[str, Callable[..., Any]]:
+    """Return replacements of Megatron's functions that keep norm and count on the device."""
+    clipping = import_megatron(_CLIPPING)
+
+    def kept_reads(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the result, and the tensors that were to be read."""
+        tensors: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            tensors.append(tensor.reshape(()))
+            return tensors[-1].double()
+
+        with _Instead(torch.Tensor.item, keep):
+            return function(*args, **kwargs), tensors
+
+    def get_grad_norm_fp32(*args: Any, **kwargs: Any) -> Any:
+        norm, squares = kept_reads(clipping.get_grad_norm_fp32, *args, **kwargs)
+        if not squares:
+            return norm
+        return _HostNorm(squares[0].double().sqrt(), lambda: squares[0].item() ** 0.5)
+
+    def count_zeros_fp32(*args: Any, **kwargs: Any) -> torch.Tensor:
+        _, counts = kept_reads(clipping.count_zeros_fp32, *args, **kwargs)
+        return counts[-1]
+
+    def clip_grad_by_total_norm_fp32(
+        parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if not isinstance(total_norm, _HostNorm):
+            clipping.clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm, *args, **kwargs)
+            return
+        scale = max_norm / (total_norm.on_device + 1.0e-6)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        # Megatron scales nothing by 1 or more, nor by NaN.
+        torch._foreach_mul_(grads, torch.where(scale < 1.0, scale, 1.0).float())
+
+    functions = (get_grad_norm_fp32, count_zeros_fp32, clip_grad_by_total_norm_fp32)
+    return {function.__name__: function for function in functions}
+
+
+def _norm_of(parts: Sequence[Any]) -> _HostNorm:
+    """Return the norm of parts that sum over different ranks, which Megatron adds on the host."""
+    norms = [part.get_grad_norm() for part in parts]
+    on_device = [n.on_device if isinstance(n, _HostNorm) else n.reshape(()) for n in norms]
+
+    def read() -> float:
+        return math.sqrt(sum([norm.read() ** 2 for norm in norms]))
+
+    total: Any = sum([norm**2 for norm in on_device])
+    is_exact = not any(isinstance(norm, _HostNorm) for norm in norms)
+    return _HostNorm(total.double().sqrt(), None if is_exact else read)
+
+
+def _given(value: Any) -> Any:
+    """Return a value that the next replay does not change."""
+    if isinstance(value, _HostNorm):
+        return value.on_device.clone() if value.read is None else value.read()
+    return value.clone() if isinstance(value, torch.Tensor) else value
