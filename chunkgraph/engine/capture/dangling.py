@@ -103,7 +103,7 @@ def refuse_dangling(label: str, pools: Sequence[Pool], slots: Iterable[Slot]) ->
         known.update(map(id, (*slot.inputs.tensors, *slot.outputs.tensors, *grads)))
         known.update(map(id, slot.input_grads.tensors))
     # Functions of subclasses are bypassed: an uninitialized parameter of any module refuses them.
-    with _looking, torch._C.DisableTorchFunctionSubclass():
+    with _looking, torch._C.DisableTorchFunction():
         if not _dangling(pools, known):
             return
         gc.collect()

@@ -332,8 +332,8 @@ def _patch_router() -> Callable[[], None]:
     if not hasattr(utils, "te_general_gemm"):
         undo.callback(patch_attributes(utils, {"te_general_gemm": None}))
     compiled = vars(top_k).get("_apply_expert_bias")
-    original = getattr(compiled, "_torchdynamo_orig_callable", None)
-    if original is not None:
+    original = inspect.unwrap(compiled) if compiled is not None else None
+    if original is not compiled:
         undo.callback(patch_attributes(top_k, {"_apply_expert_bias": original}))
     module = import_megatron(f"{_MOE}.token_dispatcher")
     undo.callback(patch_attributes(module, {"maybe_move_tensor_to_cpu": _on_the_host}))
