@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _MOST_MOVES = 2
@@ -114,9 +115,10 @@ class OptimizerState:
 class SettledGradients:
     """The gradients of parameters at addresses that a graph can read.
 
-    Autograd may put a gradient elsewhere in every step. One that has moved often is copied to
-    memory of its own before the step, and becomes the parameter's gradient there. Others stay where
-    they are, as those that replays of chunks add to; no reference to them is kept.
+    Autograd may make a new gradient in every step, elsewhere or at the same address. One that has
+    moved often is copied to memory of its own before the step, and becomes the parameter's gradient
+    there. Others stay where they are, as those that replays of chunks add to; no reference to them
+    is kept.
 
     Args:
         parameters: The parameters of the optimizer, in order.
@@ -124,24 +126,27 @@ class SettledGradients:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
-        self._last: list[int | None] = [None] * len(parameters)
+        self._last: list[StorageWeakRef | None] = [None] * len(parameters)
         self._num_moves = [0] * len(parameters)
         self._own: dict[int, torch.Tensor] = {}
 
     def settle(self) -> Hashable:
         """Copy gradients that move to memory of their own; return the addresses of all."""
         moved: list[tuple[int, torch.Tensor]] = []
-        facts: list[int | None] = []
+        facts: list[Hashable] = []
         for i, p in enumerate(self._parameters):
-            address = None if (grad := p.grad) is None else grad.data_ptr()
-            if grad is not None and address != self._last[i]:
+            if (grad := p.grad) is None:
+                facts.append(None)
+                continue
+            storage = StorageWeakRef(grad.untyped_storage())
+            if (last := self._last[i]) is None or storage != last:
                 self._num_moves[i] += 1
                 if i in self._own or self._num_moves[i] > _MOST_MOVES:
                     own = self._own.setdefault(i, torch.empty_like(grad))
                     moved.append((i, grad))
-                    address = own.data_ptr()
-                self._last[i] = address
-            facts.append(address)
+                    grad, storage = own, StorageWeakRef(own.untyped_storage())
+                self._last[i] = storage
+            facts += [grad.data_ptr(), storage.cdata]
         if moved:
             torch._foreach_copy_([self._own[i] for i, _ in moved], [grad for _, grad in moved])
         for i, _ in moved:

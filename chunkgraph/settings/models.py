@@ -177,9 +177,8 @@ class ExpertConfig(Section):
     token_drops: Annotated[
         Literal["warn", "count", "raise", "rerun"], Flag("--cuda-graph-token-drops")
     ] = "warn"
-    """What to do about tokens that an expert with a capacity drops: count them, warn once and
-    refuse factors below 1 (warn), count them (count), raise an error (raise), or rerun the step
-    eagerly and recapture with more room (rerun)."""
+    """What to do about tokens that an expert with a capacity drops: warn once, and refuse factors
+    below 1; only count them; raise an error; or rerun the step eagerly and recapture with room."""
 
 
 class TrainConfig(Section):
@@ -222,8 +221,8 @@ class PackingConfig(Section):
     switch = "max_packed_seqs"
 
     max_packed_seqs: Annotated[Natural, Flag("--cuda-graph-max-packed-seqs")] = 0
-    """Sequences per packed microbatch: its documents, and one for the remaining tokens. Steps with
-    more run eagerly."""
+    """Sequences per packed microbatch: its documents, and one for the tokens that remain. Steps
+    with more run eagerly."""
     max_packed_tokens: Annotated[Count | None, Flag("--cuda-graph-max-packed-tokens")] = None
     """Rows per packed microbatch; with context_parallel_sizes, rows per rank. Null:
     model.seq_length."""
@@ -235,14 +234,14 @@ class PackingConfig(Section):
         Annotated[tuple[Natural, ...], Strict(False)] | None,
         Flag("--cuda-graph-packed-seq-buckets"),
     ] = None
-    """Smaller sequence counts to capture as well, because attention takes time for empty sequences
-    too. Null: powers of two from 64 to half of max_packed_seqs, and 32 for microbatches of at most
-    1024 rows per rank. Empty: none."""
+    """Smaller sequence counts to capture as well: attention takes time for empty sequences. Null:
+    powers of two from 64 (32 for at most 1024 rows per rank) to half of max_packed_seqs. Empty:
+    none."""
     context_parallel_sizes: Annotated[
         tuple[int, ...], Strict(False), Flag("--cuda-graph-cp-sizes")
     ] = ()
-    """Numbers of data-parallel ranks that may share a microbatch, powers of two. Each microbatch
-    uses the smallest that holds its documents. Empty: no sharing."""
+    """Numbers of data-parallel ranks that may share a microbatch, powers of two. It uses the
+    smallest that holds its documents."""
 
     def limits(
         self, seq_length: int, world_size: int, multiple_of: int, *, counts_padding: bool
@@ -264,16 +263,16 @@ class CaptureConfig(Section):
     enabled: StrictBool = True
     """Capture chunks as graphs. False trains eagerly through the same code."""
     scope: Annotated[Literal["auto", "block", "chunk"], Flag("--cuda-graph-chunk-scope")] = "auto"
-    """What a graph holds: the transformer block (block), the whole forward of a chunk with
-    embedding, output layer and loss (chunk), or chunk where it can be captured (auto)."""
+    """What a graph holds: the transformer block, the whole chunk with embedding, output layer and
+    loss, or the chunk where it can be captured (auto)."""
     num_warmup_steps: Natural = 1
     """Eager training steps before the capture."""
     verify: Annotated[Literal["none", "poison", "shadow"], Flag("--cuda-graph-verify")] = "none"
-    """How to check replays, slowly: fill freed slots and scratch memory with NaN (poison), or
-    compare every replay with an eager pass on the same inputs (shadow)."""
+    """How to check replays, slowly: fill freed memory with NaN (poison), or compare every replay
+    with an eager pass (shadow)."""
     optimizer: Annotated[StrictBool, Flag("--cuda-graph-optimizer")] = True
-    """Capture the optimizer's step around Adam too: norm and clipping of gradients, and the cast of
-    parameters. Optimizers that no graph can hold run eagerly."""
+    """Capture the optimizer's step around Adam too (norm, clipping, cast of parameters), if a graph
+    can hold it."""
     on_failure: Annotated[Literal["raise", "eager"], Flag("--cuda-graph-on-failure")] = "raise"
     """After a capture that failed on any rank: raise the error, or train eagerly."""
 

@@ -90,9 +90,9 @@ def test_what_a_gpu_cannot_capture_is_refused_before_the_model_is_built(
 
 
 def test_all_problems_stand_in_one_message() -> None:
-    message = refusal("--num-experts 8 --moe-enable-routing-replay --optimizer-cuda-graph")
+    message = refusal("--num-experts 8 --moe-enable-routing-replay --qk-clip")
     assert message.count("\n  - ") == 2
-    for start in ("--optimizer-cuda-graph: ", "--moe-enable-routing-replay: "):
+    for start in ("--qk-clip: ", "--moe-enable-routing-replay: "):
         assert f"\n  - {start}" in message
 
 
