@@ -7,7 +7,7 @@ schedulers, logs and checkpoints see as without graphs.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_reference: Callable[[torch.UntypedStorage], Any] = StorageWeakRef
 _MOST_MOVES = 2
 """A gradient that has moved more often is copied to memory of its own."""
 
@@ -138,13 +139,13 @@ class SettledGradients:
             if (grad := p.grad) is None:
                 facts.append(None)
                 continue
-            storage = StorageWeakRef(grad.untyped_storage())
+            storage = _reference(grad.untyped_storage())
             if (last := self._last[i]) is None or storage != last:
                 self._num_moves[i] += 1
                 if i in self._own or self._num_moves[i] > _MOST_MOVES:
                     own = self._own.setdefault(i, torch.empty_like(grad))
                     moved.append((i, grad))
-                    grad, storage = own, StorageWeakRef(own.untyped_storage())
+                    grad, storage = own, _reference(own.untyped_storage())
                 self._last[i] = storage
             facts += [grad.data_ptr(), storage.cdata]
         if moved:
