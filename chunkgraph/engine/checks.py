@@ -7,7 +7,7 @@ else a forward reads from Python must not change; see docs/contract.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from itertools import chain
 from operator import is_, itemgetter
@@ -71,8 +71,7 @@ class ModelGuard:
         # Views, of what is there later. One value more or less meets the end of the other side.
         self._values = [*(h.values() for h in holders if h), [_END]]
         self._objects = [*chain.from_iterable(self._values)]
-        settings = [(vars(layer), key) for layer in layers for key in _settings(layer)]
-        self._owners, self._keys = [own for own, _ in settings], [key for _, key in settings]
+        self._owners, self._keys = settings_of(layers)
         tensors = self._tensors_now()
         self._fits, self._layouts = new_guard(tensors), _layouts(tensors)
         # Adapters change their lists in place.
@@ -85,12 +84,16 @@ class ModelGuard:
         Raises:
             ReplayMismatchError: something has changed since the capture.
         """
-        if not self._is_as_captured() and (change := self._change()):
+        if change := self.change():
             raise ReplayMismatchError(
                 f"{self.label}: {change}; replays would ignore this. Undo it (update tensors in "
                 "place, with copy_), ask for an eager step (`step(eager=True)`), or release the "
                 "graphs and capture again."
             )
+
+    def change(self) -> str:
+        """Return what has changed since the capture, or ""."""
+        return "" if self._is_as_captured() else self._change()
 
     def refuse_hooks(self, error: Error) -> None:
         """Raise ``error`` for hooks and wrappers that replays would skip."""
@@ -165,6 +168,12 @@ class ModelGuard:
 
 def _layouts(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
     return [(t.shape, t.stride(), t.requires_grad) for t in tensors]
+
+
+def settings_of(layers: Iterable[nn.Module]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return, for each setting of layers that is compared, the dict that has it, and its key."""
+    settings = [(vars(layer), key) for layer in layers for key in _settings(layer)]
+    return [own for own, _ in settings], [key for _, key in settings]
 
 
 def _settings(layer: nn.Module) -> list[str]:

@@ -98,6 +98,11 @@ class Chunk:
         """Return whether there is a backward."""
         return len(self.actions) > 1
 
+    @property
+    def enables_grad(self) -> bool:
+        """Return whether forwards run with gradients enabled."""
+        return self.program is None or self.program.enables_grad
+
     @staticmethod
     def from_module(module: nn.Module, label: str, *, program: GraphProgram | None = None) -> Chunk:
         """Return a chunk of ``module`` with all trainable parameters and buffers."""
@@ -112,6 +117,8 @@ class Chunk:
                 waits for its gradient.
         """
         chunk = self._of_module() if self.follows_module else self
+        if not self.enables_grad:
+            return replace(chunk, parameters=())
         trained = tuple(p for p in chunk.parameters if p.requires_grad)
         if trained and not self.has_backward:
             raise CaptureError(

@@ -6,26 +6,22 @@ import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from chunkgraph.engine import arguments
-from chunkgraph.engine.agreement import Agree, agree_alone, lost_ranks_named
+from chunkgraph.engine.agreement import Agree, Agreement, agree_alone, lost_ranks_named
 from chunkgraph.engine.banks import Banks, Samples, StepBanks
 from chunkgraph.engine.capture.graph_set import CaptureReport, GraphSet
 from chunkgraph.engine.capture.output_gradients import watched
 from chunkgraph.engine.capture.session import SessionSettings
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, Host
-from chunkgraph.engine.decide import (
-    SHAPE_UNKNOWN,
-    EagerReason,
-    StepDecider,
-    StepMode,
-    StepPlan,
-    StepRequest,
-)
+from chunkgraph.engine.decide import StepDecider
+from chunkgraph.engine.forward_only import ForwardOnlySteps
 from chunkgraph.engine.hang import hang_watches
 from chunkgraph.engine.joint_capture import Capturer
 from chunkgraph.engine.observer import (
@@ -36,13 +32,19 @@ from chunkgraph.engine.observer import (
     ReplayCounters,
 )
 from chunkgraph.engine.replay import Replayer
+from chunkgraph.engine.step import SHAPE_UNKNOWN, EagerReason, StepMode, StepPlan, StepRequest
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ConfigError, SlotError
-from chunkgraph.graphs import GraphBackend
+from chunkgraph.graphs import GraphBackend, Pool
 from chunkgraph.memory import plan_for_slots
 from chunkgraph.slots import plan_slots
 
-_SAMPLED = (EagerReason.CAPTURE_WARMUP, EagerReason.RELEASED, EagerReason.MEMORY_REPLACED)
+_SAMPLED = (
+    EagerReason.CAPTURE_WARMUP,
+    EagerReason.RELEASED,
+    EagerReason.MEMORY_REPLACED,
+    EagerReason.FORWARD_ONLY,
+)
 
 
 class ChunkGraphs:
@@ -78,6 +80,7 @@ class ChunkGraphs:
         counters: see `Counters`.
         failure: error of the last capture session, or None.
         mode: how the callables run now.
+        forward_only: the graphs of forward-only steps.
     """
 
     def __init__(
@@ -96,23 +99,52 @@ class ChunkGraphs:
         self.options = options or CaptureOptions()
         self.chunks = arguments.as_chunks(chunks)
         self._num_slots = arguments.check_counts(len(self.chunks), num_slots)
+        self._num_together = num_together
         self.counters = Counters()
-        self.mode = StepMode.OUTSIDE
-        self.failure: CaptureError | None = None
         self._backend = backend or arguments.default_backend(
             self.chunks, memset_kernels=self.options.memset_kernels
         )
-        self._decider = StepDecider(agree or agree_alone, self._state, takes_misfits=takes_misfits)
-        self._captured: GraphSet | None = None
-        self._captured_shape_key: Hashable = SHAPE_UNKNOWN
-        self._was_released = False
-        self._banks = StepBanks(banks or Banks(), len(self.chunks))
-        if self._banks.drops_failed and not takes_misfits:
+        self._agreement, self._host = Agreement(agree or agree_alone), host or Host()
+        self._idle_pools: list[Pool] = []
+        self._of_banks = banks or Banks()
+        if self._of_banks.drops_failed and not takes_misfits:
             raise ConfigError(
                 "Banks(drops_failed=True) needs steps with misfits. Pass ChunkGraphs "
                 "takes_misfits=True too, or leave out drops_failed."
             )
-        self._samples = Samples(self._banks, self.chunks, self.options.num_warmup_steps)
+        labels = [chunk.label for chunk in self.chunks]
+        self._observers: list[Observer] = [*hang_watches(self._backend.device, labels)]
+        self._is_replaced: Callable[[], bool] = lambda: False
+        self._release_replaced: Callable[[], None] = self.release
+        self._decider = StepDecider(self._agreement, self._state, takes_misfits=takes_misfits)
+        self._is_training = True
+        self._begin()
+        self.forward_only = ForwardOnlySteps(
+            self._for_forwards,
+            self.chunks,
+            self.counters,
+            has_banks=len(self._of_banks.keys) > 1,
+        )
+        self.callables = arguments.as_functions(self.call, self.chunks)
+        self.waiting, self.run_waiting = self._replayer.waiting, self._replayer.run_waiting
+        self.reserve_input = self._replayer.reserve_input
+        self.reserve_output_grad = self._replayer.reserve_output_grad
+
+    def _begin(self) -> None:
+        """Begin without graphs."""
+        self.mode = StepMode.OUTSIDE
+        self.failure: CaptureError | None = None
+        self._captured: GraphSet | None = None
+        self._captured_shape_key: Hashable = SHAPE_UNKNOWN
+        self._was_released = False
+        self._was_replaced = False  # as of the end of the last step
+        self._banks = StepBanks(self._of_banks, len(self.chunks))
+        self._samples = Samples(
+            self._banks,
+            self.chunks,
+            self.options.num_warmup_steps,
+            warns=self._is_training,
+        )
         self._replayer = Replayer(
             self.chunks,
             self._num_slots,
@@ -125,27 +157,35 @@ class ChunkGraphs:
             chunks=self.chunks,
             num_slots=self._num_slots,
             settings=SessionSettings(
-                memory_plan=plan_for_slots(sum(self._num_slots)),
+                memory_plan=plan_for_slots(sum(self._num_slots) if self._is_training else 1),
                 shared_slots=self.options.shared_slots,
-                num_together=num_together,
-                host=host or Host(),
+                num_together=self._num_together,
+                host=self._host,
+                # Poison would overwrite what other graphs of a pool keep.
+                idle_pools=self._idle_pools if self.options.verify == "none" else [],
             ),
             backend=self._backend,
             options=self.options,
             banks=self._banks,
-            agree=self._decider.agreement.now,
+            agree=self._agreement.now,
         )
         self._hooks = ChunkHooks(self.chunks)
-        labels = [chunk.label for chunk in self.chunks]
-        self._observers: list[Observer] = [*hang_watches(self._backend.device, labels)]
         self._of_capture: tuple[Observer, ...] = ()
-        self._is_replaced: Callable[[], bool] = lambda: False
-        self._release_replaced: Callable[[], None] = self.release
-        self._was_replaced = False  # as of the end of the last step
-        self.callables = arguments.as_functions(self.call, self.chunks)
-        self.waiting, self.run_waiting = self._replayer.waiting, self._replayer.run_waiting
-        self.reserve_input = self._replayer.reserve_input
-        self.reserve_output_grad = self._replayer.reserve_output_grad
+
+    def _for_forwards(self, chunks: Sequence[Chunk], counters: Counters) -> ChunkGraphs:
+        """Return an engine for forward-only steps of one kind; see `ForwardOnlySteps`."""
+        graphs = copy(self)
+        graphs.chunks, graphs._num_slots = tuple(chunks), (1,) * len(chunks)
+        graphs.options = replace(
+            self.options, num_warmup_steps=1, shared_slots=True, on_failure="eager"
+        )
+        graphs.counters, graphs._is_training = counters, False
+        graphs._is_replaced = lambda: False
+        graphs._decider = StepDecider(
+            self._agreement, graphs._state, takes_misfits=True, is_training=False
+        )
+        graphs._begin()
+        return graphs
 
     @classmethod
     def for_schedule(
@@ -219,8 +259,9 @@ class ChunkGraphs:
 
         Args:
             num_microbatches: microbatches of the step; only shown in errors.
-            forward_only: whether this is an evaluation step, which runs eagerly; named as in
-                Megatron. Training steps replay chunks with the program `FORWARD_ONLY`.
+            forward_only: whether this is an evaluation step, in which calls without gradients
+                replay graphs of their own (`ForwardOnlySteps`); named as in Megatron. Training
+                steps replay chunks with the program `FORWARD_ONLY`.
             shape_key: values that determine the input shapes, for example (sequence length,
                 microbatch size). A step with another key than the captured one runs eagerly.
             eager: run the step eagerly.
@@ -237,10 +278,16 @@ class ChunkGraphs:
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("A step began inside a step. End the outer step first.")
-        request = StepRequest(forward_only, shape_key, eager, plan or StepPlan())
-        step = self._decider.resolve(request)
+        if forward_only:
+            evaluation = self.forward_only.step(
+                num_microbatches, shape_key, plan or StepPlan(), eager=eager
+            )
+            with self._ending_step(), evaluation as self.mode:
+                yield self.mode
+            return
+        step = self._decider.resolve(StepRequest(shape_key, eager, plan or StepPlan()))
         misfit, banks = step.plan.misfit, step.plan.banks
-        if not (misfit or forward_only or eager):
+        if not (misfit or eager):
             self._banks.check(banks, num_microbatches)
         self._banks.begin_step(banks)
         reason = self._decide(step)
@@ -250,19 +297,24 @@ class ChunkGraphs:
         }.get(reason)
         if counts is not None:
             counts[misfit or self.misfit_of(banks or ()) or "on another rank"] += 1
-        try:
+        with self._ending_step(), lost_ranks_named():
             if reason is EagerReason.NONE:
                 self.mode = StepMode.REPLAY
                 observers = self._hooks, *self._observers, *self._of_capture
-                with lost_ranks_named(), self._replayer.step(num_microbatches, observers):
+                with self._replayer.step(num_microbatches, observers):
                     yield self.mode
             else:
-                with lost_ranks_named(), self._running_eagerly(reason, shape_key):
+                with self._running_eagerly(reason, shape_key):
                     yield self.mode
+        self._decider.end_step(step)
+
+    @contextmanager
+    def _ending_step(self) -> Iterator[None]:
+        try:
+            yield
         finally:
             self.mode = StepMode.OUTSIDE
             self._was_replaced = self._captured is not None and self._is_replaced()
-        self._decider.end_step(step)
 
     def announce(self, plan: StepPlan) -> None:
         """Announce whether the inputs of the next training step fit, so that ranks agree early.
@@ -305,7 +357,7 @@ class ChunkGraphs:
             if self._banks.keys != self._banks.all_keys:
                 # A bank was dropped on all ranks, but this step may need it on some only.
                 misfit = self.misfit_of(step.plan.banks or ())
-                (is_missing,) = self._decider.agreement.now([int(bool(misfit))])
+                (is_missing,) = self._agreement.now([int(bool(misfit))])
                 return EagerReason.BANK_MISSING if is_missing else EagerReason.NONE
         return reason
 
@@ -317,10 +369,14 @@ class ChunkGraphs:
         elif self._was_replaced:
             reason = EagerReason.MEMORY_REPLACED
         elif has_graphs:
+            assert self._captured is not None
             if shape_key != self._captured_shape_key:
                 reason = EagerReason.SHAPES_DIFFER
+            elif not self._is_training and any(m.change() for m in self._captured.models):
+                reason = EagerReason.MODEL_CHANGED
         elif not self._samples.is_ready(shape_key):
             reason = EagerReason.RELEASED if self._was_released else EagerReason.CAPTURE_WARMUP
+            reason = reason if self._is_training else EagerReason.FORWARD_ONLY
         return reason, has_graphs
 
     @contextmanager
@@ -390,7 +446,8 @@ class ChunkGraphs:
         *,
         must_raise: bool = False,
     ) -> None:
-        result = self._capturer.capture(make_samples)
+        with torch.inference_mode(False):  # a forward-only step may be in that mode
+            result = self._capturer.capture(make_samples)
         self._samples.forget()
         if result.captured is not None:
             self._captured = result.captured
@@ -432,6 +489,8 @@ class ChunkGraphs:
         self.failure = None
         self._samples.restart()
         self._banks.restore()
+        self.forward_only.release()
+        self._idle_pools.clear()
         if captured is not None:
             del captured
             # Otherwise the pools stay reserved, and eager steps cannot use their memory.
@@ -455,6 +514,8 @@ class ChunkGraphs:
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``callables[c](*args, **kwargs)``."""
+        if self.forward_only.current not in (None, self):
+            return self.forward_only.call(c, args, kwargs)
         is_replayable = torch.is_grad_enabled() or not self.chunks[c].has_backward
         if self.mode is StepMode.REPLAY and is_replayable:
             return self._replayer.call(c, args, kwargs)
@@ -464,9 +525,16 @@ class ChunkGraphs:
                 "graphs.step(n):` (torch's: GraphedSchedule.step); to evaluate, disable gradients."
             )
         backward = self._samples.record(c, args, kwargs) if is_replayable else None
+        result = self.call_eagerly(c, args, kwargs)
+        return result if backward is None else watched(result, backward)
+
+    def call_eagerly(
+        self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_microbatch: bool = False
+    ) -> Any:
+        """Run the forward of chunk ``c``; ``is_microbatch``: as a microbatch of a replayed step."""
+        if is_microbatch:
+            self._banks.advance(c)
         result = self.chunks[c].forward(*args, **kwargs)
         for observer in self._observers:
             observer.called(c, result)
-        if backward is None:
-            return result
-        return watched(result, backward)
+        return result

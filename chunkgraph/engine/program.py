@@ -205,9 +205,11 @@ class GraphProgram:
     Attributes:
         actions: the replays of one microbatch, in order: at most three. A call replays the first,
             autograd the second, and `ChunkGraphs.run_waiting` the third.
+        enables_grad: whether the forward is captured with gradients enabled.
     """
 
     actions: tuple[ReplayAction, ...] = ("F", "B")
+    enables_grad = True
 
     def plan(self, own: Isolated, sample: Call) -> BackwardPlan:  # noqa: ARG002
         """Return how to capture the backward; may run eager passes on the capture stream.
@@ -330,7 +332,7 @@ def capture_forward(slot: Slot, own: Isolated, sample: Call) -> Pass:
     before = memory.pool.live()
     forward = Pass(chunk, sample, inputs)
     with (
-        torch.enable_grad(),
+        torch.set_grad_enabled(chunk.enables_grad),
         own.maker.capture(f"{slot.label} forward", memory.pool, inputs) as graph,
     ):
         forward.forward()

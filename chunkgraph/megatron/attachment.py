@@ -24,8 +24,8 @@ from torch import nn
 
 from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, ReplayRanges
 from chunkgraph.engine.agreement import refuse_differences, refused_together
-from chunkgraph.engine.decide import StepMode
 from chunkgraph.engine.split import SPLIT, DelayedModules, WeightBackwards
+from chunkgraph.engine.step import StepMode
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron.core.access import refuse_other_releases
 from chunkgraph.megatron.core.agreement import before_groups_end
@@ -144,7 +144,7 @@ def attach(  # the options of a job, as keywords
             failure.callback(graphs.detach)
             for part in site.parts:
                 call = partial(graphs.receiver.call, part.index)
-                part.divert_to(installed.call(part, call), undo)
+                part.divert_to(installed.call(part, call), graphs.engine.forward_only, undo)
             installed.bind(graphs)
             if installed.repeats_steps:
                 graphs.guard = OverflowGuard(graphs, undo)
@@ -198,6 +198,8 @@ class MegatronChunkGraphs:
             banks=Banks() if features.plans is None else features.plans.banks,
             backend=backend,
         )
+        if features.only_training:
+            engine.forward_only.why_not = f"they have {features.only_training}"
         self.site = site
         self.features = features
         self.scope = site.scope
@@ -307,7 +309,9 @@ class MegatronChunkGraphs:
         ):
             if is_training and features.awaits_forwards and kwargs.get("forward_step_func"):
                 kwargs = self._reporting(kwargs, step)
-            keywords = self.receiver.begin_step(mode, forward_backward, kwargs, plan.rows)
+            # A forward-only step copies what it receives; its order has no backwards.
+            receiving = mode if is_training else StepMode.EAGER
+            keywords = self.receiver.begin_step(receiving, forward_backward, kwargs, plan.rows)
             return forward_backward(**keywords), mode
 
     def _reporting(self, kwargs: dict[str, Any], step: Step) -> dict[str, Any]:

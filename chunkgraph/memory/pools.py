@@ -18,6 +18,7 @@ separate: its backward reuses memory that the forward frees, like an eager pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from chunkgraph.graphs import GraphBackend, Pool
@@ -43,16 +44,23 @@ class PoolPlan:
         plan: See the module's table.
         backend: Backend that creates the pools.
         label: Prefix of the pools' names.
+        idle: Pools of other sessions that are dead in the steps of this one. One of them serves as
+            scratch, or as the pool of the first slot.
     """
 
-    def __init__(self, plan: MemoryPlan, backend: GraphBackend, label: str) -> None:
+    def __init__(
+        self, plan: MemoryPlan, backend: GraphBackend, label: str, idle: Sequence[Pool] = ()
+    ) -> None:
         self.plan = plan
         self._backend = backend
-        self._label = label
+        self._idle = [*idle[:1]]
         self.scratch: Pool | None = None
         if plan != "pool_per_slot":
-            self.scratch = backend.new_pool(f"{label} scratch")
+            self.scratch = self._new_pool(f"{label} scratch")
         self.slot_pools: list[Pool] = []
+
+    def _new_pool(self, label: str) -> Pool:
+        return self._idle.pop() if self._idle else self._backend.new_pool(label)
 
     def forward_pool(self, slot_label: str, num_bytes: int = 0) -> Pool:
         """Return the pool for a new slot's forward.
@@ -64,7 +72,7 @@ class PoolPlan:
         if self.plan == "one_pool":
             assert self.scratch is not None
             return self.scratch
-        pool = self._backend.new_pool(f"{slot_label} pool")
+        pool = self._new_pool(f"{slot_label} pool")
         pool.reserve(num_bytes)
         self.slot_pools.append(pool)
         return pool
