@@ -526,7 +526,8 @@ class ChunkGraphs:
             )
         backward = self._samples.record(c, args, kwargs) if is_replayable else None
         result = self.call_eagerly(c, args, kwargs)
-        return result if backward is None else watched(result, backward)
+        is_watched = self._is_training and backward is not None
+        return watched(result, backward) if is_watched else result
 
     def call_eagerly(
         self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_microbatch: bool = False

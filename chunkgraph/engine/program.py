@@ -60,7 +60,11 @@ class Pass:
     def forward(self) -> Pass:
         """Run the forward."""
         result = call_with(self.chunk, self.sample, self.inputs, self._non_leaf_grads)
-        self.leaves, self.spec = flatten(result)
+        leaves, self.spec = flatten(result)
+        if not self.chunk.enables_grad:  # Megatron makes leaves of results
+            own = {id(t): t.detach() for t in distinct_tensors(leaves) if t.requires_grad}
+            leaves = [own.get(id(leaf), leaf) for leaf in leaves]
+        self.leaves = leaves
         return self
 
     @cached_property

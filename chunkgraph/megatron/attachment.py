@@ -248,6 +248,10 @@ class MegatronChunkGraphs:
         - ``buckets``: rows of each microbatch, if not those of the smallest bucket that holds it.
           With buckets, ``seq_length`` is the length of the longest one.
 
+        With ``variable_seq_lengths`` the lengths include the padding of documents, and
+        ``seq_length`` and ``micro_batch_size`` count in steps that do not fit alone. Forward-only
+        steps take ``packings`` too, and are eager without them if there are several banks.
+
         A step that was announced (`announce`) may omit them. The caller passes
         ``packed_seq_params`` to the model on every pipeline stage, as without chunk graphs.
 
@@ -267,10 +271,12 @@ class MegatronChunkGraphs:
         ) -> Any:
             inputs, plans = StepInputs(packings, misfit, buckets, contexts), self.features.plans
             refuse_unknown(inputs, plans)
-            plan = StepPlan()  # an evaluation step is eager and needs no plan
+            plan = StepPlan()
             is_training = not kwargs.get("forward_only", False)
-            if is_training and plans is not None:
-                plan = plans.plan(inputs, kwargs)
+            if plans is not None:
+                make = plans.plan if is_training else plans.plan_forwards
+                plan = make(inputs, kwargs)
+                kwargs = dict(plans.keywords(plan, kwargs))
 
             def run(kwargs: dict[str, Any], eager: bool) -> tuple[Any, StepMode]:
                 nonlocal plan

@@ -305,12 +305,15 @@ class StepPlan(engine.StepPlan):
         repeated_misfit: The ``misfit`` of a second run of the step, which has no announcement.
         rows: Rows of each microbatch; None for those of the schedule.
         cut_for: Banks to whose number of sequences offsets are cut.
+        pinned: Rows on this rank and bank of each microbatch, to which the caller's are padded;
+            empty: calls are left as they are.
         is_repeated: Whether the step runs again because something had no room.
     """
 
     repeated_misfit: str | None = None
     rows: Sequence[int] | None = None
     cut_for: Sequence[Hashable] = ()
+    pinned: Sequence[tuple[int, Any]] = ()
     is_repeated: bool = False
 
     @property

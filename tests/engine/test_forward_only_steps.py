@@ -248,3 +248,15 @@ def test_a_function_with_parameters_stays_eager() -> None:
     for _ in range(3):
         evaluate(graphs, torch.randn(3, 4))
     assert graphs.counters.fallbacks == {"forward only": 3}
+
+
+def test_an_output_that_requires_grad_by_itself() -> None:
+    class Leaf(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).requires_grad_()
+
+    module = Leaf(4, 4)
+    graphs = ChunkGraphs(Chunk.from_module(module, "it"), 1, backend=RecorderBackend())
+    x = torch.randn(3, 4)
+    assert all(torch.equal(module(x), evaluate(graphs, x)[0]) for _ in range(3))
+    assert graphs.forward_only.counters.replays == 2

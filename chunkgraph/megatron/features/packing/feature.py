@@ -61,15 +61,17 @@ class Packing(Feature):
             banks,
             site.place.rank,
             missing_graphs=self._missing_graphs,
+            pins_rows=bool(getattr(site.config, "variable_seq_lengths", False)),
             needs_buckets=has_experts and site.shares_experts,
         )
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
-        """Return whether sequences are packed, and whether rows may hold no token."""
+        """Return whether sequences are packed, and how."""
         banks = site.feature_options["packing"]
         return {
             "packed": banks is not None,
+            "changes_size": banks is not None and banks.groups is not None,
             "pads_rows": banks is not None and not banks.fills_rows,
         }
 
