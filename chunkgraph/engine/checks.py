@@ -24,6 +24,7 @@ from chunkgraph.errors import CaptureError, ReplayMismatchError
 
 _HOLDERS = itemgetter("_modules", "_parameters", "_buffers")
 _END = object()
+MOVED = "moved to other memory"
 _MEMORY = "the memory of "
 _OBJECTS = (nn.Module, torch.Tensor)
 _PLAIN = (bool, float, str, tuple, type(None))
@@ -159,7 +160,7 @@ class ModelGuard:
             is_place = name.startswith(_MEMORY)
             if is_place or isinstance(old, _OBJECTS) or isinstance(new, _OBJECTS):
                 kind = "module" if isinstance(new, nn.Module) else "tensor"
-                what = "moved to other memory" if is_place else f"replaced by another {kind}"
+                what = MOVED if is_place else f"replaced by another {kind}"
                 what = "added" if old is None else "removed" if new is None else what
                 return f"{name.removeprefix(_MEMORY)} was {what}"
             return f"{name} was {shown(old)} at the capture, and is {shown(new)} now"

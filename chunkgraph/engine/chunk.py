@@ -188,6 +188,9 @@ class CaptureOptions:
         verify_every: verify only every n-th of these.
         on_failure: after a failed capture: ``raise`` the error, or continue eagerly (``eager``)
             with one warning.
+        on_moved_memory: if parameters or gradients lie in other memory than at the capture:
+            ``refuse`` the step with an error, or ``recapture`` at once, without warmup steps. Ranks
+            then agree when a step begins, not ahead of it.
 
     Raises:
         ConfigError: a value is not one of the choices, is out of range, or has a wrong type.
@@ -200,10 +203,12 @@ class CaptureOptions:
     num_verify_steps: int | None = None
     verify_every: int = 1
     on_failure: Literal["raise", "eager"] = "raise"
+    on_moved_memory: Literal["refuse", "recapture"] = "refuse"
 
     def __post_init__(self) -> None:
         self._check_choice("verify", get_args(VerifyMode))
         self._check_choice("on_failure", ("raise", "eager"))
+        self._check_choice("on_moved_memory", ("refuse", "recapture"))
         for name in ("shared_slots", "memset_kernels"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(value)}; it must be True or False.")

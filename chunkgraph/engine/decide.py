@@ -44,7 +44,8 @@ class StepDecider:
         agreement: The agreement of the ranks.
         state: See `RankState`.
         takes_misfits: Whether every training step states whether its inputs fit.
-        is_training: Whether these steps train. The state of others is known when they begin.
+        is_training: Whether these steps train; questions about others have other digests.
+        asks_ahead: Whether the state stays the same from the end of a step to the next one.
     """
 
     def __init__(
@@ -54,11 +55,12 @@ class StepDecider:
         *,
         takes_misfits: bool,
         is_training: bool = True,
+        asks_ahead: bool = True,
     ) -> None:
         self.agreement = agreement
         self._state = state
         self._takes_misfits = takes_misfits
-        self._is_training = is_training
+        self._is_training, self._asks_ahead = is_training, asks_ahead
         self._announced: StepPlan | None = None  # of the next step
         self._usual_shape_key: Hashable = SHAPE_UNKNOWN  # of the last training step that fit
         self._num_withdrawn = 0
@@ -163,7 +165,7 @@ class StepDecider:
     def _ask_ahead(self) -> None:
         """Ask about the next step, if enough of it is known."""
         is_known = self.is_announced or not self._takes_misfits
-        if self._is_training and is_known and self._usual_shape_key is not SHAPE_UNKNOWN:
+        if self._asks_ahead and is_known and self._usual_shape_key is not SHAPE_UNKNOWN:
             plan = self._announced or StepPlan(misfit="")
             self.agreement.post(self._question(StepRequest(plan=plan)))
 

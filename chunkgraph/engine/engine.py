@@ -19,6 +19,7 @@ from chunkgraph.engine.banks import Banks, Samples, StepBanks
 from chunkgraph.engine.capture.graph_set import CaptureReport, GraphSet
 from chunkgraph.engine.capture.output_gradients import watched
 from chunkgraph.engine.capture.session import SessionSettings
+from chunkgraph.engine.checks import MOVED
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, Host
 from chunkgraph.engine.decide import StepDecider
 from chunkgraph.engine.forward_only import ForwardOnlySteps
@@ -116,7 +117,13 @@ class ChunkGraphs:
         self._observers: list[Observer] = [*hang_watches(self._backend.device, labels)]
         self._is_replaced: Callable[[], bool] = lambda: False
         self._release_replaced: Callable[[], None] = self.release
-        self._decider = StepDecider(self._agreement, self._state, takes_misfits=takes_misfits)
+        self._recaptures = self.options.on_moved_memory == "recapture"
+        self._decider = StepDecider(
+            self._agreement,
+            self._state,
+            takes_misfits=takes_misfits,
+            asks_ahead=not self._recaptures,
+        )
         self._is_training = True
         self._begin()
         self.forward_only = ForwardOnlySteps(
@@ -136,6 +143,7 @@ class ChunkGraphs:
         self.failure: CaptureError | None = None
         self._captured: GraphSet | None = None
         self._captured_shape_key: Hashable = SHAPE_UNKNOWN
+        self._calls_again: Mapping[Hashable, Sequence[Call]] | None = None
         self._was_released = False
         self._was_replaced = False  # as of the end of the last step
         self._banks = StepBanks(self._of_banks, len(self.chunks))
@@ -182,7 +190,11 @@ class ChunkGraphs:
         graphs.counters, graphs._is_training = counters, False
         graphs._is_replaced = lambda: False
         graphs._decider = StepDecider(
-            self._agreement, graphs._state, takes_misfits=True, is_training=False
+            self._agreement,
+            graphs._state,
+            takes_misfits=True,
+            is_training=False,
+            asks_ahead=False,
         )
         graphs._begin()
         return graphs
@@ -351,7 +363,11 @@ class ChunkGraphs:
         if reason is EagerReason.MEMORY_REPLACED:
             self._release_replaced()
         if reason is EagerReason.NONE and some_without:
-            self._capture_together(self._samples.by_bank, self._samples.shape_key)
+            self.drop()
+            if self._calls_again is None:
+                self._capture_together(self._samples.by_bank, self._samples.shape_key)
+            else:
+                self._capture_again(self._calls_again)
             if self.failure:
                 return EagerReason.CAPTURE_FAILED
             if self._banks.keys != self._banks.all_keys:
@@ -360,6 +376,13 @@ class ChunkGraphs:
                 (is_missing,) = self._agreement.now([int(bool(misfit))])
                 return EagerReason.BANK_MISSING if is_missing else EagerReason.NONE
         return reason
+
+    def _capture_again(self, calls: Mapping[Hashable, Sequence[Call]]) -> None:
+        """Capture again from the calls of graphs that were dropped."""
+        self.counters.recaptures.append("memory moved, or process groups ended")
+        self._capture_together(
+            lambda: {key: calls[key] for key in self._banks.keys}, self._captured_shape_key
+        )
 
     def _state(self, shape_key: Hashable) -> tuple[EagerReason, bool]:
         """See `RankState`."""
@@ -372,8 +395,15 @@ class ChunkGraphs:
             assert self._captured is not None
             if shape_key != self._captured_shape_key:
                 reason = EagerReason.SHAPES_DIFFER
-            elif not self._is_training and any(m.change() for m in self._captured.models):
-                reason = EagerReason.MODEL_CHANGED
+            elif self._recaptures or not self._is_training:
+                changes = [c for model in self._captured.models if (c := model.change())]
+                if self._recaptures and any(c.endswith(MOVED) for c in changes):
+                    has_graphs = False
+                elif changes and not self._is_training:
+                    reason = EagerReason.MODEL_CHANGED
+        elif self._calls_again is not None:
+            if shape_key != self._captured_shape_key:
+                reason = EagerReason.SHAPES_DIFFER
         elif not self._samples.is_ready(shape_key):
             reason = EagerReason.RELEASED if self._was_released else EagerReason.CAPTURE_WARMUP
             reason = reason if self._is_training else EagerReason.FORWARD_ONLY
@@ -448,6 +478,7 @@ class ChunkGraphs:
     ) -> None:
         with torch.inference_mode(False):  # a forward-only step may be in that mode
             result = self._capturer.capture(make_samples)
+        self._calls_again = None
         self._samples.forget()
         if result.captured is not None:
             self._captured = result.captured
@@ -478,20 +509,32 @@ class ChunkGraphs:
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("release() was called inside a step; release between steps.")
-        captured, self._captured = self._captured, None
-        if captured is not None:
-            self._backend.synchronize()
-            captured.release()
-            self._was_released = True
-        self._of_capture = ()
+        self._was_released |= self.report is not None
         self._was_replaced = False
-        self._replayer.drop()
         self.failure = None
         self._samples.restart()
         self._banks.restore()
-        self.forward_only.release()
+        self._calls_again = None
         self._idle_pools.clear()
+        self._drop()
+        self.forward_only.release()
+
+    def drop(self) -> None:
+        """Drop graphs and pools, but capture again in the next step, without warmup steps.
+
+        All ranks call it between the same steps.
+        """
+        if self._captured is not None:
+            self._calls_again = self._captured.latest_calls()
+        self._drop()
+
+    def _drop(self) -> None:
+        captured, self._captured = self._captured, None
+        self._of_capture = ()
+        self._replayer.drop()
         if captured is not None:
+            self._backend.synchronize()
+            captured.release()
             del captured
             # Otherwise the pools stay reserved, and eager steps cannot use their memory.
             gc.collect()

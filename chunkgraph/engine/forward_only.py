@@ -119,6 +119,11 @@ class ForwardOnlySteps:
                 self._warn(error)
         return graphs.call_eagerly(c, args, kwargs, is_microbatch=True)
 
+    def drop(self) -> None:
+        """Drop all graphs; see `ChunkGraphs.drop`."""
+        for graphs in self._kinds.values():
+            graphs.drop()
+
     def release(self) -> None:
         """Release all graphs, and begin again."""
         self._places = None

@@ -224,7 +224,10 @@ class MegatronChunkGraphs:
         # The model keeps this object alive until it is detached, even without other references.
         self.receiver.owner = self
         self._undo = undo
-        self._forget_groups = before_groups_end(self.detach)
+        renews = site.options.on_moved_memory == "recapture"
+        self._forget_groups = before_groups_end(
+            self._drop_collectives if renews else self.detach, of_any=renews
+        )
 
     @property
     def counters(self) -> Any:
@@ -446,12 +449,20 @@ class MegatronChunkGraphs:
         self.engine.release()
         self.features.release()
 
+    def _drop_collectives(self) -> None:
+        """Drop graphs with collectives, which hold communicators; the next step captures again."""
+        sizes = [getattr(self.site.config, name, 1) or 1 for name in _GROUPS_IN_CHUNKS]
+        if max(sizes) > 1 and self.engine.mode is StepMode.OUTSIDE:
+            self.engine.drop()
+            self.engine.forward_only.drop()
+
     def detach(self) -> None:
         """Release the graphs and restore the forward of every module.
 
         If one of the two fails, the other still happens. A second call does nothing.
         ``torch.distributed.destroy_process_group()`` first detaches all graphs that are still
-        attached; otherwise it would wait forever for graphs that contain collectives.
+        attached; otherwise it would wait forever for graphs that contain collectives. With
+        ``on_moved_memory="recapture"`` it only drops these, for groups that are made anew.
         """
         try:
             with ExitStack() as stack:  # runs in reverse order
@@ -462,6 +473,12 @@ class MegatronChunkGraphs:
                 self._forget_groups()
 
 
+_GROUPS_IN_CHUNKS = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+"""Settings with which forwards and backwards have collectives; stages exchange tensors outside."""
 _SHAPE_NAMES = ("seq_length", "micro_batch_size", "decoder_seq_length")
 """Keywords of the schedule that determine the shapes of a step."""
 

@@ -103,6 +103,7 @@ class GraphedSchedule:
             "schedule": type(self._kept[self._counts[0]]).__name__,
             "num_warmup_steps": options.num_warmup_steps,
             "on_failure": options.on_failure,
+            "on_moved_memory": options.on_moved_memory,
         }
         refuse_differences(self._agree, rank, equal)
 

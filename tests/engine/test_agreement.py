@@ -18,6 +18,7 @@ import chunkgraph
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, EagerReason, StepMode, agreement
 from chunkgraph.engine.agreement import (
     Agreement,
+    Maximum,
     new_group,
     refuse_differences,
     refused_together,
@@ -267,3 +268,25 @@ def test_an_error_between_collectives_reaches_ranks_that_wait_in_the_block() -> 
     texts = messages(2, refuse)
     assert texts[0].endswith("another rank cannot go on.\nrank 1: stage 1 has no layer.")
     assert texts[1] == "stage 1 has no layer."
+
+
+def test_a_maximum_outlives_the_job_that_began_again(tmp_path: Any) -> None:
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(new_group(backend="gloo"))
+        return made[-1]
+
+    def begin(number: int) -> None:
+        store = torch.distributed.FileStore(str(tmp_path / f"store{number}"), 1)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    begin(0)
+    maximum = Maximum(make(), make)
+    assert maximum([3, 4]) == [3, 4]
+    torch.distributed.destroy_process_group()
+    begin(1)
+    assert maximum([5, 6]) == [5, 6]
+    assert len(made) == 2
+    maximum.close()
+    torch.distributed.destroy_process_group()

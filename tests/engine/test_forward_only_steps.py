@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from toys import add_to_main_grads
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
 
 WIDTH, ROWS = 8, 3
@@ -39,7 +40,7 @@ class Layers(nn.Module):
 
 
 def loop(
-    graphs: ChunkGraphs, steps: Sequence[tuple[str, int]], *, eager: bool
+    graphs: ChunkGraphs, steps: Iterable[tuple[str, int]], *, eager: bool
 ) -> list[torch.Tensor]:
     """Run steps of these kinds and counts; return losses, outputs and the state at the end."""
     modules: list[Any] = [chunk.module for chunk in graphs.chunks]
@@ -260,3 +261,76 @@ def test_an_output_that_requires_grad_by_itself() -> None:
     x = torch.randn(3, 4)
     assert all(torch.equal(module(x), evaluate(graphs, x)[0]) for _ in range(3))
     assert graphs.forward_only.counters.replays == 2
+
+
+class Offloading:
+    """Frees the memory of parameters and gradients between passes, as frameworks do."""
+
+    def __init__(self, graphs: ChunkGraphs, *, by_storage: bool) -> None:
+        self.parameters = [p for c in graphs.chunks for p in c.module.parameters()]  # type: ignore[union-attr]
+        self.by_storage = by_storage
+        self._occupied: list[torch.Tensor] = []
+
+    def move(self) -> None:
+        tensors = [t for p in self.parameters for t in (p, getattr(p, "main_grad", None))]
+        for tensor in (t for t in tensors if t is not None):
+            kept = tensor.detach().clone()
+            if not self.by_storage:
+                self._occupied.append(tensor.detach())
+                tensor.data = kept
+                continue
+            storage = tensor.untyped_storage()
+            size = storage.nbytes()
+            storage.resize_(0)
+            self._occupied.append(torch.empty(size, dtype=torch.uint8, device=tensor.device))
+            storage.resize_(size)
+            tensor.data.copy_(kept)
+
+
+@pytest.mark.parametrize("by_storage", [False, True])
+def test_moved_memory_is_captured_again_at_once(backend: GraphBackend, by_storage: bool) -> None:
+    cycles = [[("e", 2), ("t", 2), ("t", 1)], [("e", 1), ("t", 3)], [("t", 1), ("e", 2), ("v", 1)]]
+
+    def run(graphs: ChunkGraphs, *, eager: bool) -> list[torch.Tensor]:
+        offloading, results = Offloading(graphs, by_storage=by_storage), []
+        for steps in [*cycles, *cycles]:
+            results += loop(graphs, steps, eager=eager)
+            offloading.move()
+        return results
+
+    expected = run(new_graphs(backend), eager=True)
+    graphs = new_graphs(backend, on_moved_memory="recapture")
+    got = run(graphs, eager=False)
+    assert all(map(torch.equal, got, expected))
+    assert graphs.counters.fallbacks == {"forward only": 2, "capture warmup": 1}
+    assert len(graphs.counters.recaptures) == graphs.counters.capture_sessions - 1 == 5
+    assert len(graphs.forward_only.counters.recaptures) == 4  # the first capture comes later
+
+
+def test_other_changes_and_refusals_keep_their_error(backend: GraphBackend) -> None:
+    for how, change in (("refuse", "was moved to other memory"), ("recapture", "0.3 at the capt")):
+        graphs = new_graphs(backend, on_moved_memory=how)
+        loop(graphs, [("t", 1), ("t", 1)], eager=False)
+        if how == "refuse":
+            Offloading(graphs, by_storage=False).move()
+        else:
+            graphs.chunks[0].module.dropout.p = 0.1  # type: ignore[union-attr]
+        with pytest.raises(ReplayMismatchError, match=change):
+            loop(graphs, [("t", 1)], eager=False)
+
+
+def test_dropped_graphs_are_captured_again_without_warmup(backend: GraphBackend) -> None:
+    steps = [("e", 1), ("t", 2), ("t", 1), ("e", 2)]
+    expected = loop(new_graphs(backend), steps + steps, eager=True)
+    graphs = new_graphs(backend)
+    torch.manual_seed(1)
+
+    def dropping(kind: str, count: int) -> tuple[str, int]:
+        if (kind, count) == ("t", 1):
+            graphs.drop()
+        return kind, count
+
+    got = loop(graphs, (dropping(*step) for step in steps + steps), eager=False)
+    assert all(map(torch.equal, got, expected))
+    assert graphs.counters.fallbacks == {"forward only": 1, "capture warmup": 1}
+    assert len(graphs.counters.recaptures) == 1

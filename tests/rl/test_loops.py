@@ -10,7 +10,7 @@ import pytest
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(180)]
 
 
-def cases(make_config: Callable[..., dict[str, Any]], pp: int, vpp: int | None) -> dict[str, Any]:
+def case_of(make_config: Callable[..., dict[str, Any]], pp: int, vpp: int | None) -> dict[str, Any]:
     pipeline = {
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": vpp,
@@ -27,7 +27,7 @@ def cases(make_config: Callable[..., dict[str, Any]], pp: int, vpp: int | None) 
 def test_rows_are_pinned_in_training_and_forward_only_steps(
     run_cases: Callable[..., Any], make_config: Callable[..., Any], pp: int, vpp: int | None
 ) -> None:
-    result = run_cases({"loop": cases(make_config, pp, vpp)}, pp)["loop"]
+    result = run_cases({"loop": case_of(make_config, pp, vpp)}, pp)["loop"]
     for rank in result["ranks"]:
         assert rank["different"] == []
         assert rank["scope"] == "chunk"
@@ -38,3 +38,15 @@ def test_rows_are_pinned_in_training_and_forward_only_steps(
         assert (rank["forward_sessions"], rank["forward_replayed"]) == (1, 7)
         assert rank["eager_calls"] == 0
     assert (result["ranks"][-1]["in_place"] > 0) is (pp > 1)
+
+
+def test_memory_that_moves_is_captured_again(
+    run_cases: Callable[..., Any], make_config: Callable[..., Any]
+) -> None:
+    case = {**case_of(make_config, 2, None), "moves": True}
+    case["options"] = {"on_moved_memory": "recapture"}
+    for rank in run_cases({"loop": case}, 2)["loop"]["ranks"]:
+        assert rank["different"] == []
+        assert rank["fallbacks"] == {"capture warmup": 1, "forward only": 1, "packing overflow": 1}
+        assert rank["recaptures"] == rank["sessions"] - 1 == 5
+        assert rank["forward_replayed"] == 7

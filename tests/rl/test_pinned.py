@@ -56,12 +56,12 @@ def test_ranks_that_share_documents_have_their_part_of_the_rows() -> None:
 
 def test_calls_that_differ_from_the_packings_are_refused() -> None:
     own = params(cu_seqlens_q=[0, 4, 8], cu_seqlens_kv=[0, 4, 8])
-    with pytest.raises(ConfigError, match="input_ids has 9 rows on this rank, but .* have 8"):
+    with pytest.raises(ConfigError, match=r"input_ids has 9 rows on this rank, but .* have 8"):
         padded(8, input_ids=torch.ones(1, 9), packed_seq_params=own)
     with pytest.raises(ConfigError, match="the call has no packed_seq_params"):
         padded(8, input_ids=torch.ones(1, 8))
     many = params(cu_seqlens_q=[0, 1, 2, 3, 4, 8])
-    with pytest.raises(ConfigError, match="cu_seqlens_q has 5 sequences, but .* fit 4"):
+    with pytest.raises(ConfigError, match=r"cu_seqlens_q has 5 sequences, but .* fit 4"):
         padded(8, packed_seq_params=many)
 
 

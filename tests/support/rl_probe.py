@@ -146,6 +146,20 @@ class Loop:
                 **({} if pads else {"packings": packs}),
             )
         self.results += [output["log_probs"] for output in outputs]
+        if self._case.get("moves") and not pads:
+            self._move(with_gradients=forward_only)
+
+    def _move(self, *, with_gradients: bool) -> None:
+        """Give parameters other memory, and gradients between training steps, as offloading does."""
+        for chunk in self.model.chunks:
+            for p in chunk.parameters():
+                p.data = p.data.clone()
+            for buffer in chunk.buffers if with_gradients else ():
+                storage = buffer.grad_data.untyped_storage()
+                size = storage.nbytes()
+                storage.resize_(0)
+                self._occupied = torch.empty(size, dtype=torch.uint8)
+                storage.resize_(size)
 
     def cycle(self, number: int) -> None:
         """Run one cycle."""
@@ -189,6 +203,7 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
                 "forward_sessions": steps.counters.capture_sessions,
                 "forward_replayed": steps.counters.replayed_steps,
                 "eager_calls": steps.num_eager_calls,
+                "recaptures": len(engine.counters.recaptures),
                 "in_place": loop.graphs.receiver.num_received_in_place,
             }
         loop.model.close()

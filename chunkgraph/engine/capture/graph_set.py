@@ -11,7 +11,7 @@ from chunkgraph.engine.checks import ModelGuard
 from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.slot import Slot
-from chunkgraph.engine.tree import Signature
+from chunkgraph.engine.tree import Call, Signature
 from chunkgraph.memory import PoolPlan
 
 SlotKey = tuple[Hashable, int, int]
@@ -53,10 +53,12 @@ class Bank:
     Attributes:
         slots: by chunk; slot ``k`` here and slot ``k`` of another bank are variants of one slot.
         signatures: the signature with which each chunk was captured.
+        calls: the captured call of each chunk, without tensors.
     """
 
     slots: tuple[tuple[Slot, ...], ...]
     signatures: tuple[Signature, ...]
+    calls: tuple[Call, ...]
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,13 @@ class GraphSet:
         by_chunk = zip(*[bank.slots for bank in self.banks.values()], strict=True)
         return tuple(tuple(slot for slots in of_chunk for slot in slots) for of_chunk in by_chunk)
 
+    def latest_calls(self) -> dict[Hashable, list[Call]]:
+        """Return calls like the captured ones, with the last inputs of their first slots."""
+        return {
+            key: [_loaded(call, s[0]) for call, s in zip(bank.calls, bank.slots, strict=True)]
+            for key, bank in self.banks.items()
+        }
+
     def release(self) -> None:
         """Release all graphs and their memory."""
         for slots in self.slots:
@@ -96,3 +105,8 @@ class GraphSet:
                 slot.release()
         for sinks in self.sinks:
             sinks.release()
+
+
+def _loaded(call: Call, slot: Slot) -> Call:
+    pairs = zip(slot.inputs.tensors, call.tensors, strict=True)
+    return call.filled([t.clone().requires_grad_(own.requires_grad) for t, own in pairs])

@@ -47,13 +47,12 @@ from chunkgraph.engine.checks import ModelGuard
 from chunkgraph.engine.chunk import Chunk, GradientMarker, Host, OnCapture
 from chunkgraph.engine.gradients import GradientSinks, GradMemory
 from chunkgraph.engine.hooks import refuse_contexts
+from chunkgraph.engine.passes import Pass, fill_test_gradient
 from chunkgraph.engine.program import (
     BackwardPlan,
     GraphMaker,
     Isolated,
-    Pass,
     capture_forward,
-    fill_test_gradient,
     finish_slot,
     program_of,
 )
@@ -478,6 +477,7 @@ def _banks(session: _Session) -> dict[Hashable, Bank]:
                 Signature(call, chunk.label)
                 for call, chunk in zip(calls, session.chunks, strict=True)
             ),
+            tuple(call.emptied() for call in calls),
         )
         for key, calls in session.samples.items()
     }
