@@ -28,6 +28,7 @@ MOVED = "moved to other memory"
 _MEMORY = "the memory of "
 _OBJECTS = (nn.Module, torch.Tensor)
 _PLAIN = (bool, float, str, tuple, type(None))
+_SWITCHES = ("training", "_adapter_enabled", "_merged")  # also those of Megatron-Bridge
 _OF_PEFT = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 
 
@@ -178,9 +179,9 @@ def settings_of(layers: Iterable[nn.Module]) -> tuple[list[dict[str, Any]], list
 
 
 def _settings(layer: nn.Module) -> list[str]:
-    """Return the mode of a layer, and settings of torch.nn's, such as ``p``, and of peft's."""
+    """Return the mode of a layer, settings of torch.nn's, such as ``p``, and of adapters."""
     is_torchs = type(layer).__module__.startswith("torch.nn.")
     declared = (*getattr(type(layer), "__constants__", ()), "dropout") if is_torchs else ()
     own = vars(layer)
     of_peft = _OF_PEFT if "_disable_adapters" in own else ()
-    return [*of_peft, *(k for k in ("training", *declared) if isinstance(own.get(k, ...), _PLAIN))]
+    return [*of_peft, *(k for k in (*_SWITCHES, *declared) if isinstance(own.get(k, ...), _PLAIN))]

@@ -130,7 +130,7 @@ class ChunkGraphs:
             self._for_forwards,
             self.chunks,
             self.counters,
-            has_banks=len(self._of_banks.keys) > 1,
+            needs_banks=len(self._of_banks.keys) > 1,
         )
         self.callables = arguments.as_functions(self.call, self.chunks)
         self.waiting, self.run_waiting = self._replayer.waiting, self._replayer.run_waiting

@@ -54,13 +54,13 @@ class ForwardOnlySteps:
     Args:
         new: returns an engine without graphs for these chunks, with these counters.
         chunks: the chunks of the rank.
-        has_banks: whether microbatches belong to several banks.
         counters: the counters of the training steps, which count eager forward-only steps too.
 
     Attributes:
         current: the engine of the step that runs; None outside of forward-only steps.
         counters: captures and replays of forward-only steps.
         num_eager_calls: calls of replayed steps that ran eagerly.
+        needs_banks: whether a step is eager that does not state the banks of its microbatches.
         why_not: why forward-only steps of this rank are eager; "" if they may replay.
     """
 
@@ -70,9 +70,9 @@ class ForwardOnlySteps:
         chunks: Sequence[Chunk],
         counters: Counters,
         *,
-        has_banks: bool,
+        needs_banks: bool,
     ) -> None:
-        self._new, self._chunks, self._has_banks = new, chunks, has_banks
+        self._new, self._chunks, self.needs_banks = new, chunks, needs_banks
         self._kinds: dict[Hashable, ChunkGraphs] = {}
         self._places: tuple[list[dict[str, Any]], list[str]] | None = None
         self._has_warned = False
@@ -96,11 +96,11 @@ class ForwardOnlySteps:
         self, num_microbatches: int | None, shape_key: Hashable, plan: StepPlan, *, eager: bool
     ) -> Iterator[StepMode]:
         """Enclose one forward-only step; see `ChunkGraphs.step`."""
-        graphs = self._of((shape_key, self._settings()))
-        misfit = plan.misfit or ""
-        if plan.banks is None and self._has_banks:
-            misfit = misfit or "a forward-only step without packings"
-        plan = replace(plan, misfit=misfit, digest=0)
+        if plan.banks is None and self.needs_banks:
+            graphs, eager = self._new_graphs(), True
+        else:
+            graphs = self._of((shape_key, self._settings()))
+        plan = replace(plan, misfit=plan.misfit or "", digest=0)
         with graphs.step(num_microbatches, shape_key=shape_key, eager=eager, plan=plan) as mode:
             self.current = graphs
             try:
@@ -138,7 +138,7 @@ class ForwardOnlySteps:
         """
         graphs = self._kinds.pop(kind, None)
         if graphs is None:
-            graphs = self._new([_evaluated(chunk) for chunk in self._chunks], self.counters)
+            graphs = self._new_graphs()
             if len(self._kinds) >= _MOST_KINDS:
                 self._warn_of_shapes()
                 unused = [k for k, other in self._kinds.items() if other.report is None]
@@ -154,6 +154,9 @@ class ForwardOnlySteps:
             modules = [c.module for c in self._chunks if c.module is not None]
             self._places = settings_of(layer for module in modules for layer in module.modules())
         return repr([*map(dict.get, *self._places)])
+
+    def _new_graphs(self) -> ChunkGraphs:
+        return self._new([_evaluated(chunk) for chunk in self._chunks], self.counters)
 
     def _warn_of_shapes(self) -> None:
         if not self._has_warned:

@@ -23,11 +23,15 @@ def case_of(make_config: Callable[..., dict[str, Any]], pp: int, vpp: int | None
     return {"probe": "rl", "config": config, "num_cycles": 4}
 
 
-@pytest.mark.parametrize(("pp", "vpp"), [(1, None), (2, None), (2, 2)])
+@pytest.mark.parametrize(("pp", "vpp", "dp"), [(1, None, 2), (2, None, 1), (2, 2, 1)])
 def test_rows_are_pinned_in_training_and_forward_only_steps(
-    run_cases: Callable[..., Any], make_config: Callable[..., Any], pp: int, vpp: int | None
+    run_cases: Callable[..., Any],
+    make_config: Callable[..., Any],
+    pp: int,
+    vpp: int | None,
+    dp: int,
 ) -> None:
-    result = run_cases({"loop": case_of(make_config, pp, vpp)}, pp)["loop"]
+    result = run_cases({"loop": case_of(make_config, pp, vpp)}, pp * dp)["loop"]
     for rank in result["ranks"]:
         assert rank["different"] == []
         assert rank["scope"] == "chunk"

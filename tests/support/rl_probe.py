@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from gathering import of_ranks
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from chunkgraph.megatron.features.packing.bank import PackingOptions
@@ -25,10 +26,10 @@ from chunkgraph.trainer.trained_model import TrainedModel
 BUCKETS, MOST_DOCUMENTS = (24, 48), 7
 
 
-def documents_of(seed: int, most: int) -> list[list[int]]:
+def documents_of(seed: int, most: int, replica: int) -> list[list[int]]:
     """Draw the lengths of the documents of each microbatch of a step."""
-    rng = random.Random(seed)
-    count = rng.randint(1, 2) * 2
+    count = random.Random(seed).randint(1, 2) * 2
+    rng = random.Random(100 * replica + seed)
     packs = []
     for _ in range(count):
         lengths = [rng.randint(3, most // 3) for _ in range(rng.randint(1, 4))]
@@ -99,6 +100,7 @@ class Loop:
         self.graphs: Any = None
         self.schedule: Callable[..., Any] = self.model.schedule
         self._case = case
+        self._replica = parallel_state.get_data_parallel_rank()
         # Over gloo, Megatron's interleaved schedule hangs when stages exchange shapes.
         self._is_interleaved = len(self.model.chunks) > 1
 
@@ -128,8 +130,8 @@ class Loop:
 
     def run_pass(self, seed: int, *, forward_only: bool, most: int = BUCKETS[-1]) -> None:
         """Run one call of the schedule."""
-        self._drawn = seed, most
-        packs = documents_of(seed, most)
+        self._drawn = seed, most, self._replica
+        packs = documents_of(*self._drawn)
         pads = self.graphs is None
         chunks = self.model.chunks
         for chunk in chunks:
@@ -150,7 +152,7 @@ class Loop:
             self._move(with_gradients=forward_only)
 
     def _move(self, *, with_gradients: bool) -> None:
-        """Give parameters other memory, and gradients between training steps, as offloading does."""
+        """Give parameters, and perhaps gradients, other memory, as offloading does."""
         for chunk in self.model.chunks:
             for p in chunk.parameters():
                 p.data = p.data.clone()
@@ -174,7 +176,8 @@ class Loop:
                 p.copy_(own)
         for mini in (2, 3):
             zero_gradients(self.model.chunks, self.model.optimizer)
-            is_long = number == 2 and mini == 3 and not self._is_interleaved
+            # On one replica alone.
+            is_long = number == 2 and mini == 3 and not (self._is_interleaved or self._replica)
             most = BUCKETS[-1] * (1 + is_long)
             self.run_pass(10 * number + mini, forward_only=False, most=most)
             self.model.optimizer.step()

@@ -95,8 +95,9 @@ class Packing(Feature):
         return packing
 
     def bind(self, graphs: MegatronChunkGraphs) -> None:
-        """Use the engine to check offsets only in steps before a capture."""
+        """Use the engine to check offsets only before a capture; let it know of padded rows."""
         self._engine = graphs.engine
+        graphs.engine.forward_only.needs_banks |= self.plans.pins_rows
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:

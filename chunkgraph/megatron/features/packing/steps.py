@@ -18,7 +18,6 @@ from chunkgraph.megatron.features.packing.bank import PackedBank, derived_call, 
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.packing import reason_not_to_fit
 
-_NO_PACKINGS = "a forward-only step without packings"
 Packings = Sequence[Sequence[int]]
 """For each microbatch of a step, the tokens of each of its documents."""
 
@@ -139,10 +138,10 @@ class StepPlans:
     def plan_forwards(self, inputs: StepInputs, schedule: Mapping[str, Any]) -> StepPlan:
         """Plan a forward-only step, which leaves announcements as they are.
 
-        Without inputs it is eager if there are several banks.
+        Without inputs it is eager if there are several banks, or rows are padded.
         """
         if self._changes_size or inputs.packings is None:
-            return StepPlan(misfit=_NO_PACKINGS if self.pins_rows else None)
+            return StepPlan()
         contents = self._contents(inputs, schedule["num_microbatches"])
         return StepPlan(
             contents.banks,
