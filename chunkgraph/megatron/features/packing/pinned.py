@@ -53,6 +53,7 @@ class PinnedRows(Feature):
     def __init__(self, site: Site) -> None:
         self._configs = list({id(c): c for c in map(config_of, site.chunks)}.values())
         self._pinned: Sequence[tuple[int, PackedBank]] = ()
+        self._parts = site.parts
         self._num_calls = [0] * len(site.parts)
 
     @classmethod
@@ -80,6 +81,8 @@ class PinnedRows(Feature):
         with ExitStack() as undo:
             for config in self._configs if self._pinned else ():
                 undo.callback(patch_attributes(config, {"variable_seq_lengths": False}))
+            for part in self._parts if self._pinned else ():
+                undo.callback(patch_attributes(part, {"takes_all_calls": True}))
             yield
 
     def call(self, part: ModelPart, call: Call) -> Call:
@@ -163,6 +166,10 @@ def _pinned_params(params: Any, bank: PackedBank, where: str) -> Any:
             setattr(pinned, name, by_object[id(offsets)])
     # Unfused RoPE mistakes a table as long as all rows for one that does not restart.
     pinned.max_seqlen_q = pinned.max_seqlen_kv = num_rows + 1
+    if (documents := getattr(params, "seq_idx", None)) is not None:
+        last = params.cu_seqlens_q.numel() - 1
+        added = (0, num_rows - documents.size(-1))
+        pinned.seq_idx = torch.nn.functional.pad(documents, added, value=last)
     for name in ("tokens_per_sample", "total_tokens"):
         if getattr(params, name, None) is not None:
             setattr(pinned, name, num_rows)
