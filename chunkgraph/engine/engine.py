@@ -557,7 +557,8 @@ class ChunkGraphs:
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``callables[c](*args, **kwargs)``."""
-        if self.forward_only.current not in (None, self):
+        evaluating = self.forward_only.current
+        if evaluating is not None and evaluating is not self:
             return self.forward_only.call(c, args, kwargs)
         is_replayable = torch.is_grad_enabled() or not self.chunks[c].has_backward
         if self.mode is StepMode.REPLAY and is_replayable:
@@ -569,8 +570,9 @@ class ChunkGraphs:
             )
         backward = self._samples.record(c, args, kwargs) if is_replayable else None
         result = self.call_eagerly(c, args, kwargs)
-        is_watched = self._is_training and backward is not None
-        return watched(result, backward) if is_watched else result
+        if backward is None or not self._is_training:
+            return result
+        return watched(result, backward)
 
     def call_eagerly(
         self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_microbatch: bool = False

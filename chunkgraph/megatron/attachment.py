@@ -276,7 +276,7 @@ class MegatronChunkGraphs:
             refuse_unknown(inputs, plans)
             plan = StepPlan()
             is_training = not kwargs.get("forward_only", False)
-            if plans is not None:
+            if plans is not None and (is_training or self._driver is None):
                 make = plans.plan if is_training else plans.plan_forwards
                 plan = make(inputs, kwargs)
                 kwargs = dict(plans.keywords(plan, kwargs))
