@@ -29,11 +29,12 @@ OUTSIDE = {"megatron", "transformer_engine"}
 MODULE_ROOMS = {"launch", "megatron", "trainer"}
 """Rooms that import modules of Megatron or Transformer Engine."""
 _MODULES_OF_TORCH = {"_C", "_autograd", "_dynamo", "guards", "_ops"}
-# Of the standard library and of peft (whose effect tests show), and parts of texts.
+# Of the standard library, of peft and Megatron-Bridge (whose effect tests show), parts of texts.
 _OTHERS = {
     *("_SubParsersAction", "_option_string_actions", "_exit", "_getframe", "_replace", "_fields"),
     *("_", "_ARGCOMPLETE", "_Value", "_hash", "_padded", "_v2", "_generator", "_global"),
     *("_raw", "_saved_", "_saved_tensors", "_disable_adapters", "_active_adapter"),
+    *("_adapter_enabled", "_merged"),
 }
 _BY_PREFIX = {"_raw_saved_": "_raw_saved_tensors"}
 """Private names that differ between classes, and the one of them in the table."""

@@ -5,10 +5,10 @@ from chunkgraph.engine.banks import Banks
 from chunkgraph.engine.capture.graph_set import CaptureReport
 from chunkgraph.engine.capture.static_inputs import mark_constant
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, GradientMarker, Host
-from chunkgraph.engine.decide import EagerReason, StepMode, StepPlan
 from chunkgraph.engine.engine import ChunkGraphs
 from chunkgraph.engine.observer import Counters, Observer, ReplayRanges
 from chunkgraph.engine.program import FORWARD_ONLY
+from chunkgraph.engine.step import EagerReason, StepMode, StepPlan
 
 __all__ = [
     "FORWARD_ONLY",

@@ -97,11 +97,14 @@ class Maximum:
     """Compute an element-wise maximum over all ranks, now or ahead of time; see `Agree`.
 
     Args:
-        group: A gloo group of all ranks that this object owns.
+        group: A gloo group that this object owns.
+        renew: Returns another one once all groups were destroyed and the job began again; all ranks
+            call it together.
     """
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, group: Any, renew: Callable[[], Any] | None = None) -> None:
+        self._group, self._renew = group, renew
+        self._world = dist.group.WORLD if dist.is_initialized() else None
         self._last: Any = None
 
     def __call__(self, values: Sequence[int]) -> list[int]:
@@ -110,6 +113,8 @@ class Maximum:
 
     def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Start the reduction; return a function that waits for its result."""
+        if self._renew is not None and dist.group.WORLD is not self._world:
+            self._group, self._world = self._renew(), dist.group.WORLD
         tensor = torch.tensor(list(values), dtype=torch.int64, device=torch.device("cpu"))
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._last = work
@@ -128,7 +133,7 @@ class Maximum:
         completes unless a rank failed; in that case the group stays until the process ends.
         """
         group, self._group = self._group, None
-        if group is None or not dist.is_initialized():
+        if group is None or not dist.is_initialized() or dist.group.WORLD is not self._world:
             return
         if self._last is not None:
             try:

@@ -17,7 +17,7 @@ import torch
 from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.capture.output_gradients import BackwardSample
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.decide import NO_GRAPHS, SHAPE_UNKNOWN
+from chunkgraph.engine.step import NO_GRAPHS, SHAPE_UNKNOWN
 from chunkgraph.engine.tree import Call, flatten_call
 from chunkgraph.errors import ConfigError, SlotError
 
@@ -156,18 +156,21 @@ class Samples:
         banks: the banks of the microbatches of each step.
         chunks: chunks of the rank.
         num_steps: number of eager steps before a session.
+        warns: whether to warn if many steps give no session.
 
     Attributes:
         shape_key: shape key of the steps whose calls are recorded.
     """
 
-    def __init__(self, banks: StepBanks, chunks: Sequence[Chunk], num_steps: int) -> None:
+    def __init__(
+        self, banks: StepBanks, chunks: Sequence[Chunk], num_steps: int, *, warns: bool = True
+    ) -> None:
         self.shape_key: Hashable = SHAPE_UNKNOWN
         self._banks = banks
         self._derive = banks.derive
         self._label = rank_label(chunks)
         self._chunks = range(len(chunks))
-        self._num_steps = num_steps
+        self._num_steps, self._warns = num_steps, warns
         self._num_seen = 0
         self._num_restarts = 0  # since the shape key changed
         self._calls: dict[tuple[int, Hashable], Call] = {}
@@ -226,7 +229,7 @@ class Samples:
             if backward.is_observable and backward.strides is None:
                 del self._calls[place]
         self._num_seen += 1
-        if self._num_seen == self._num_steps + _PATIENCE:
+        if self._warns and self._num_seen == self._num_steps + _PATIENCE:
             warnings.warn(
                 f"{self._label}: {self._num_seen} steps ran eagerly, and no graph was captured: "
                 f"{self._lack()}",

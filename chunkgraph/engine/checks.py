@@ -7,7 +7,7 @@ else a forward reads from Python must not change; see docs/contract.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from itertools import chain
 from operator import is_, itemgetter
@@ -24,9 +24,11 @@ from chunkgraph.errors import CaptureError, ReplayMismatchError
 
 _HOLDERS = itemgetter("_modules", "_parameters", "_buffers")
 _END = object()
+MOVED = "moved to other memory"
 _MEMORY = "the memory of "
 _OBJECTS = (nn.Module, torch.Tensor)
 _PLAIN = (bool, float, str, tuple, type(None))
+_SWITCHES = ("training", "_adapter_enabled", "_merged")  # also those of Megatron-Bridge
 _OF_PEFT = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 
 
@@ -71,8 +73,7 @@ class ModelGuard:
         # Views, of what is there later. One value more or less meets the end of the other side.
         self._values = [*(h.values() for h in holders if h), [_END]]
         self._objects = [*chain.from_iterable(self._values)]
-        settings = [(vars(layer), key) for layer in layers for key in _settings(layer)]
-        self._owners, self._keys = [own for own, _ in settings], [key for _, key in settings]
+        self._owners, self._keys = settings_of(layers)
         tensors = self._tensors_now()
         self._fits, self._layouts = new_guard(tensors), _layouts(tensors)
         # Adapters change their lists in place.
@@ -85,12 +86,16 @@ class ModelGuard:
         Raises:
             ReplayMismatchError: something has changed since the capture.
         """
-        if not self._is_as_captured() and (change := self._change()):
+        if change := self.change():
             raise ReplayMismatchError(
                 f"{self.label}: {change}; replays would ignore this. Undo it (update tensors in "
                 "place, with copy_), ask for an eager step (`step(eager=True)`), or release the "
                 "graphs and capture again."
             )
+
+    def change(self) -> str:
+        """Return what has changed since the capture, or ""."""
+        return "" if self._is_as_captured() else self._change()
 
     def refuse_hooks(self, error: Error) -> None:
         """Raise ``error`` for hooks and wrappers that replays would skip."""
@@ -156,7 +161,7 @@ class ModelGuard:
             is_place = name.startswith(_MEMORY)
             if is_place or isinstance(old, _OBJECTS) or isinstance(new, _OBJECTS):
                 kind = "module" if isinstance(new, nn.Module) else "tensor"
-                what = "moved to other memory" if is_place else f"replaced by another {kind}"
+                what = MOVED if is_place else f"replaced by another {kind}"
                 what = "added" if old is None else "removed" if new is None else what
                 return f"{name.removeprefix(_MEMORY)} was {what}"
             return f"{name} was {shown(old)} at the capture, and is {shown(new)} now"
@@ -167,10 +172,16 @@ def _layouts(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
     return [(t.shape, t.stride(), t.requires_grad) for t in tensors]
 
 
+def settings_of(layers: Iterable[nn.Module]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return, for each setting of layers that is compared, the dict that has it, and its key."""
+    settings = [(vars(layer), key) for layer in layers for key in _settings(layer)]
+    return [own for own, _ in settings], [key for _, key in settings]
+
+
 def _settings(layer: nn.Module) -> list[str]:
-    """Return the mode of a layer, and settings of torch.nn's, such as ``p``, and of peft's."""
+    """Return the mode of a layer, settings of torch.nn's, such as ``p``, and of adapters."""
     is_torchs = type(layer).__module__.startswith("torch.nn.")
     declared = (*getattr(type(layer), "__constants__", ()), "dropout") if is_torchs else ()
     own = vars(layer)
     of_peft = _OF_PEFT if "_disable_adapters" in own else ()
-    return [*of_peft, *(k for k in ("training", *declared) if isinstance(own.get(k, ...), _PLAIN))]
+    return [*of_peft, *(k for k in (*_SWITCHES, *declared) if isinstance(own.get(k, ...), _PLAIN))]

@@ -98,6 +98,11 @@ class Chunk:
         """Return whether there is a backward."""
         return len(self.actions) > 1
 
+    @property
+    def enables_grad(self) -> bool:
+        """Return whether forwards run with gradients enabled."""
+        return self.program is None or self.program.enables_grad
+
     @staticmethod
     def from_module(module: nn.Module, label: str, *, program: GraphProgram | None = None) -> Chunk:
         """Return a chunk of ``module`` with all trainable parameters and buffers."""
@@ -112,6 +117,8 @@ class Chunk:
                 waits for its gradient.
         """
         chunk = self._of_module() if self.follows_module else self
+        if not self.enables_grad:
+            return replace(chunk, parameters=())
         trained = tuple(p for p in chunk.parameters if p.requires_grad)
         if trained and not self.has_backward:
             raise CaptureError(
@@ -183,6 +190,9 @@ class CaptureOptions:
         verify_every: verify only every n-th of these.
         on_failure: after a failed capture: ``raise`` the error, or continue eagerly (``eager``)
             with one warning.
+        on_moved_memory: if parameters or gradients lie in other memory than at the capture:
+            ``refuse`` the step with an error, or ``recapture`` at once, without warmup steps. Ranks
+            then agree when a step begins, not ahead of it.
 
     Raises:
         ConfigError: a value is not one of the choices, is out of range, or has a wrong type.
@@ -196,10 +206,12 @@ class CaptureOptions:
     num_verify_steps: int | None = None
     verify_every: int = 1
     on_failure: Literal["raise", "eager"] = "raise"
+    on_moved_memory: Literal["refuse", "recapture"] = "refuse"
 
     def __post_init__(self) -> None:
         self._check_choice("verify", get_args(VerifyMode))
         self._check_choice("on_failure", ("raise", "eager"))
+        self._check_choice("on_moved_memory", ("refuse", "recapture"))
         for name in ("shared_slots", "memset_kernels", "can_sleep"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(value)}; it must be True or False.")

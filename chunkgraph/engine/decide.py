@@ -26,86 +26,12 @@ the step, and none may wait for an answer that no rank sends. So:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum, IntEnum
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 
-from chunkgraph.engine.agreement import Agree, Agreement
+from chunkgraph.engine.agreement import Agreement
+from chunkgraph.engine.step import NO_GRAPHS, SHAPE_UNKNOWN, EagerReason, StepPlan, StepRequest
 from chunkgraph.errors import ConfigError, SlotError
-
-
-class EagerReason(IntEnum):
-    """The reason why a step runs eagerly; the largest over the ranks applies to all of them."""
-
-    NONE = 0
-    CAPTURE_WARMUP = 1
-    RELEASED = 2
-    MEMORY_REPLACED = 3
-    SHAPES_DIFFER = 4
-    PACKING_OVERFLOW = 5
-    BANK_MISSING = 6
-    REQUESTED = 7
-    FORWARD_ONLY = 8
-    CAPTURE_FAILED = 9
-
-    @property
-    def text(self) -> str:
-        """Return the reason as it is counted and printed."""
-        return _TEXTS.get(self, self.name.lower().replace("_", " "))
-
-
-_TEXTS = {
-    EagerReason.MEMORY_REPLACED: "memory of the graphs was replaced",
-    EagerReason.SHAPES_DIFFER: "input shapes differ",
-    EagerReason.BANK_MISSING: "no graphs of a bank",
-}
-
-NOTHING_REPLAYED = "nothing replayed"
-"""The reason counted for a step that should replay, but no call asked for gradients."""
-
-NO_GRAPHS = "no graphs of "
-"""Prefix of a misfit about a bank without graphs: only the text of a misfit is announced."""
-
-SHAPE_UNKNOWN = ("unknown",)
-"""The shape key of a step that has not been seen; compared by identity."""
-
-
-class StepMode(Enum):
-    """The mode in which the callables run."""
-
-    OUTSIDE = "outside a step"
-    EAGER = "eager"
-    REPLAY = "replay"
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What is known of a step's microbatches when it begins, for engines with several banks.
-
-    Attributes:
-        banks: the bank of each microbatch, in the order of the chunks' forwards; required in
-            training steps if there are several banks, unless there is a misfit. Ranks with common
-            collectives inside a chunk must pass the same; this is not checked.
-        misfit: with ``takes_misfits``: why this rank's inputs do not fit the graphs, "" if they
-            fit; None if it was announced. A misfit on any rank makes the step eager on all.
-        digest: with ``takes_misfits``: a digest of the plan that all ranks follow in this step; 0
-            without one. An announced digest takes precedence.
-    """
-
-    banks: Sequence[Hashable] | None = None
-    misfit: str | None = None
-    digest: int = 0
-
-
-@dataclass(frozen=True)
-class StepRequest:
-    """The arguments of `ChunkGraphs.step`; all but the plan are equal on all ranks."""
-
-    forward_only: bool = False
-    shape_key: Hashable = None
-    eager: bool = False
-    plan: StepPlan = StepPlan()
-
 
 RankState = Callable[[Hashable], tuple[EagerReason, bool]]
 """Returns why a training step of a shape key would run eagerly here, and whether graphs exist."""
@@ -115,18 +41,26 @@ class StepDecider:
     """Decide with the other ranks whether each step replays.
 
     Args:
-        agree: See `Agree`.
+        agreement: The agreement of the ranks.
         state: See `RankState`.
         takes_misfits: Whether every training step states whether its inputs fit.
-
-    Attributes:
-        agreement: The agreement of the ranks.
+        is_training: Whether these steps train; questions about others have other digests.
+        asks_ahead: Whether the state stays the same from the end of a step to the next one.
     """
 
-    def __init__(self, agree: Agree, state: RankState, *, takes_misfits: bool) -> None:
-        self.agreement = Agreement(agree)
+    def __init__(
+        self,
+        agreement: Agreement,
+        state: RankState,
+        *,
+        takes_misfits: bool,
+        is_training: bool = True,
+        asks_ahead: bool = True,
+    ) -> None:
+        self.agreement = agreement
         self._state = state
         self._takes_misfits = takes_misfits
+        self._is_training, self._asks_ahead = is_training, asks_ahead
         self._announced: StepPlan | None = None  # of the next step
         self._usual_shape_key: Hashable = SHAPE_UNKNOWN  # of the last training step that fit
         self._num_withdrawn = 0
@@ -171,7 +105,7 @@ class StepDecider:
         misfit, digest = step.plan.misfit, step.plan.digest
         if misfit is not None or digest:
             self._require_misfits()
-        if step.forward_only or not self._takes_misfits:
+        if not self._takes_misfits:
             return replace(step, plan=replace(step.plan, misfit="", digest=0))
         if self._announced is None:
             if misfit is None:
@@ -209,10 +143,9 @@ class StepDecider:
         Raises:
             ConfigError: The ranks have different plans for the step; all ranks raise.
         """
-        if not step.forward_only:
-            self._announced = None
-            if not step.plan.misfit:  # otherwise its shapes are specific to this rank
-                self._usual_shape_key = step.shape_key
+        self._announced = None
+        if not step.plan.misfit:  # otherwise its shapes are specific to this rank
+            self._usual_shape_key = step.shape_key
         reason, some_without, most, least, *_ = self.agreement.answer(self._question(step))
         if most != -least:
             raise ConfigError(
@@ -226,29 +159,27 @@ class StepDecider:
 
     def end_step(self, step: StepRequest) -> None:
         """Ask about the next step, which is most likely like this one, after a step ended well."""
-        if not (step.forward_only or step.eager):
+        if not step.eager:
             self._ask_ahead()
 
     def _ask_ahead(self) -> None:
         """Ask about the next step, if enough of it is known."""
         is_known = self.is_announced or not self._takes_misfits
-        if is_known and self._usual_shape_key is not SHAPE_UNKNOWN:
+        if self._asks_ahead and is_known and self._usual_shape_key is not SHAPE_UNKNOWN:
             plan = self._announced or StepPlan(misfit="")
             self.agreement.post(self._question(StepRequest(plan=plan)))
 
     def _question(self, step: StepRequest) -> list[int]:
         """Return this rank's values for the agreement on a step."""
         own, has_graphs = self._state(self._usual_shape_key)
-        if step.forward_only:
-            own = EagerReason.FORWARD_ONLY
-        elif step.eager:
+        if step.eager:
             own = max(own, EagerReason.REQUESTED)
         reason = own
         if misfit := step.plan.misfit:
             is_missing = misfit.startswith(NO_GRAPHS)
             why = EagerReason.BANK_MISSING if is_missing else EagerReason.PACKING_OVERFLOW
             reason = max(own, why)
-        equal = step.forward_only, self._usual_shape_key, step.eager, own, has_graphs
+        equal = self._is_training, self._usual_shape_key, step.eager, own, has_graphs
         digest = zlib.crc32(repr((*equal, self._num_withdrawn)).encode())
         plan = step.plan.digest
         return [int(reason), int(not has_graphs), plan, -plan, digest, -digest]

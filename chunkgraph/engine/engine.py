@@ -6,26 +6,23 @@ import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from chunkgraph.engine import arguments
-from chunkgraph.engine.agreement import Agree, agree_alone, lost_ranks_named
+from chunkgraph.engine.agreement import Agree, Agreement, agree_alone, lost_ranks_named
 from chunkgraph.engine.banks import Banks, Samples, StepBanks
 from chunkgraph.engine.capture.graph_set import CaptureReport, GraphSet
 from chunkgraph.engine.capture.output_gradients import watched
 from chunkgraph.engine.capture.session import SessionSettings
+from chunkgraph.engine.checks import MOVED
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, Host
-from chunkgraph.engine.decide import (
-    SHAPE_UNKNOWN,
-    EagerReason,
-    StepDecider,
-    StepMode,
-    StepPlan,
-    StepRequest,
-)
+from chunkgraph.engine.decide import StepDecider
+from chunkgraph.engine.forward_only import ForwardOnlySteps
 from chunkgraph.engine.hang import hang_watches
 from chunkgraph.engine.joint_capture import Capturer
 from chunkgraph.engine.observer import (
@@ -36,14 +33,20 @@ from chunkgraph.engine.observer import (
     ReplayCounters,
 )
 from chunkgraph.engine.replay import Replayer
+from chunkgraph.engine.step import SHAPE_UNKNOWN, EagerReason, StepMode, StepPlan, StepRequest
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ConfigError, SlotError
-from chunkgraph.graphs import GraphBackend
-from chunkgraph.memory import plan_for_slots
+from chunkgraph.graphs import GraphBackend, Pool
+from chunkgraph.memory import plan_for_slots, pools
 from chunkgraph.optimizer import CapturedOptimizer
 from chunkgraph.slots import plan_slots
 
-_SAMPLED = (EagerReason.CAPTURE_WARMUP, EagerReason.RELEASED, EagerReason.MEMORY_REPLACED)
+_SAMPLED = (
+    EagerReason.CAPTURE_WARMUP,
+    EagerReason.RELEASED,
+    EagerReason.MEMORY_REPLACED,
+    EagerReason.FORWARD_ONLY,
+)
 
 
 class ChunkGraphs:
@@ -80,6 +83,7 @@ class ChunkGraphs:
         counters: see `Counters`.
         failure: error of the last capture session, or None.
         mode: how the callables run now.
+        forward_only: the graphs of forward-only steps.
         is_asleep: whether the graphs sleep.
     """
 
@@ -99,22 +103,59 @@ class ChunkGraphs:
         self.options = options or CaptureOptions()
         self.chunks = arguments.as_chunks(chunks)
         self._num_slots = arguments.check_counts(len(self.chunks), num_slots)
+        self._num_together = num_together
         self.counters = Counters()
-        self.mode = StepMode.OUTSIDE
         self.is_asleep = False
-        self.failure: CaptureError | None = None
         self.backend = backend or arguments.default_backend(self.chunks, self.options)
-        self._decider = StepDecider(agree or agree_alone, self._state, takes_misfits=takes_misfits)
-        self._captured: GraphSet | None = None
-        self._captured_shape_key: Hashable = SHAPE_UNKNOWN
-        self._was_released = False
-        self._banks = StepBanks(banks or Banks(), len(self.chunks))
-        if self._banks.drops_failed and not takes_misfits:
+        self._agreement, self._host = Agreement(agree or agree_alone), host or Host()
+        self._idle_pools: list[Pool] = []
+        self._optimizers: list[CapturedOptimizer] = []
+        self._of_banks = banks or Banks()
+        if self._of_banks.drops_failed and not takes_misfits:
             raise ConfigError(
                 "Banks(drops_failed=True) needs steps with misfits. Pass ChunkGraphs "
                 "takes_misfits=True too, or leave out drops_failed."
             )
-        self._samples = Samples(self._banks, self.chunks, self.options.num_warmup_steps)
+        labels = [chunk.label for chunk in self.chunks]
+        self._observers: list[Observer] = [*hang_watches(self.backend.device, labels)]
+        self._is_replaced: Callable[[], bool] = lambda: False
+        self._release_replaced: Callable[[], None] = self.release
+        self._recaptures = self.options.on_moved_memory == "recapture"
+        self._decider = StepDecider(
+            self._agreement,
+            self._state,
+            takes_misfits=takes_misfits,
+            asks_ahead=not self._recaptures,
+        )
+        self._is_training = True
+        self._begin()
+        self.forward_only = ForwardOnlySteps(
+            self._for_forwards,
+            self.chunks,
+            self.counters,
+            needs_banks=len(self._of_banks.keys) > 1,
+        )
+        self.callables = arguments.as_functions(self.call, self.chunks)
+        self.waiting, self.run_waiting = self._replayer.waiting, self._replayer.run_waiting
+        self.reserve_input = self._replayer.reserve_input
+        self.reserve_output_grad = self._replayer.reserve_output_grad
+
+    def _begin(self) -> None:
+        """Begin without graphs."""
+        self.mode = StepMode.OUTSIDE
+        self.failure: CaptureError | None = None
+        self._captured: GraphSet | None = None
+        self._captured_shape_key: Hashable = SHAPE_UNKNOWN
+        self._calls_again: Mapping[Hashable, Sequence[Call]] | None = None
+        self._was_released = False
+        self._was_replaced = False  # as of the end of the last step
+        self._banks = StepBanks(self._of_banks, len(self.chunks))
+        self._samples = Samples(
+            self._banks,
+            self.chunks,
+            self.options.num_warmup_steps,
+            warns=self._is_training,
+        )
         self._replayer = Replayer(
             self.chunks,
             self._num_slots,
@@ -127,28 +168,39 @@ class ChunkGraphs:
             chunks=self.chunks,
             num_slots=self._num_slots,
             settings=SessionSettings(
-                memory_plan=plan_for_slots(sum(self._num_slots)),
+                memory_plan=plan_for_slots(sum(self._num_slots) if self._is_training else 1),
                 shared_slots=self.options.shared_slots,
-                num_together=num_together,
-                host=host or Host(),
+                num_together=self._num_together,
+                host=self._host,
+                # Poison would overwrite what other graphs of a pool keep.
+                idle_pools=self._idle_pools if self.options.verify == "none" else [],
             ),
             backend=self.backend,
             options=self.options,
             banks=self._banks,
-            agree=self._decider.agreement.now,
+            agree=self._agreement.now,
         )
         self._hooks = ChunkHooks(self.chunks)
-        labels = [chunk.label for chunk in self.chunks]
-        self._observers: list[Observer] = [*hang_watches(self.backend.device, labels)]
         self._of_capture: tuple[Observer, ...] = ()
-        self._is_replaced: Callable[[], bool] = lambda: False
-        self._release_replaced: Callable[[], None] = self.release
-        self._was_replaced = False  # as of the end of the last step
-        self._optimizers: list[CapturedOptimizer] = []
-        self.callables = arguments.as_functions(self.call, self.chunks)
-        self.waiting, self.run_waiting = self._replayer.waiting, self._replayer.run_waiting
-        self.reserve_input = self._replayer.reserve_input
-        self.reserve_output_grad = self._replayer.reserve_output_grad
+
+    def _for_forwards(self, chunks: Sequence[Chunk], counters: Counters) -> ChunkGraphs:
+        """Return an engine for forward-only steps of one kind; see `ForwardOnlySteps`."""
+        graphs = copy(self)
+        graphs.chunks, graphs._num_slots = tuple(chunks), (1,) * len(chunks)
+        graphs.options = replace(
+            self.options, num_warmup_steps=1, shared_slots=True, on_failure="eager"
+        )
+        graphs.counters, graphs._is_training = counters, False
+        graphs._is_replaced = lambda: False
+        graphs._decider = StepDecider(
+            self._agreement,
+            graphs._state,
+            takes_misfits=True,
+            is_training=False,
+            asks_ahead=False,
+        )
+        graphs._begin()
+        return graphs
 
     @classmethod
     def for_schedule(
@@ -222,8 +274,9 @@ class ChunkGraphs:
 
         Args:
             num_microbatches: microbatches of the step; only shown in errors.
-            forward_only: whether this is an evaluation step, which runs eagerly; named as in
-                Megatron. Training steps replay chunks with the program `FORWARD_ONLY`.
+            forward_only: whether this is an evaluation step, in which calls without gradients
+                replay graphs of their own (`ForwardOnlySteps`); named as in Megatron. Training
+                steps replay chunks with the program `FORWARD_ONLY`.
             shape_key: values that determine the input shapes, for example (sequence length,
                 microbatch size). A step with another key than the captured one runs eagerly.
             eager: run the step eagerly.
@@ -244,10 +297,16 @@ class ChunkGraphs:
             raise SlotError(
                 "A step began while graphs sleep. Call wake() or release() before, on every rank."
             )
-        request = StepRequest(forward_only, shape_key, eager, plan or StepPlan())
-        step = self._decider.resolve(request)
+        if forward_only:
+            evaluation = self.forward_only.step(
+                num_microbatches, shape_key, plan or StepPlan(), eager=eager
+            )
+            with self._ending_step(), evaluation as self.mode:
+                yield self.mode
+            return
+        step = self._decider.resolve(StepRequest(shape_key, eager, plan or StepPlan()))
         misfit, banks = step.plan.misfit, step.plan.banks
-        if not (misfit or forward_only or eager):
+        if not (misfit or eager):
             self._banks.check(banks, num_microbatches)
         self._banks.begin_step(banks)
         reason = self._decide(step)
@@ -257,19 +316,24 @@ class ChunkGraphs:
         }.get(reason)
         if counts is not None:
             counts[misfit or self.misfit_of(banks or ()) or "on another rank"] += 1
-        try:
+        with self._ending_step(), lost_ranks_named():
             if reason is EagerReason.NONE:
                 self.mode = StepMode.REPLAY
                 observers = self._hooks, *self._observers, *self._of_capture
-                with lost_ranks_named(), self._replayer.step(num_microbatches, observers):
+                with self._replayer.step(num_microbatches, observers):
                     yield self.mode
             else:
-                with lost_ranks_named(), self._running_eagerly(reason, shape_key):
+                with self._running_eagerly(reason, shape_key):
                     yield self.mode
+        self._decider.end_step(step)
+
+    @contextmanager
+    def _ending_step(self) -> Iterator[None]:
+        try:
+            yield
         finally:
             self.mode = StepMode.OUTSIDE
             self._was_replaced = self._captured is not None and self._is_replaced()
-        self._decider.end_step(step)
 
     def announce(self, plan: StepPlan) -> None:
         """Announce whether the inputs of the next training step fit, so that ranks agree early.
@@ -306,15 +370,26 @@ class ChunkGraphs:
         if reason is EagerReason.MEMORY_REPLACED:
             self._release_replaced()
         if reason is EagerReason.NONE and some_without:
-            self._capture_together(self._samples.by_bank, self._samples.shape_key)
+            self.drop()
+            if self._calls_again is None:
+                self._capture_together(self._samples.by_bank, self._samples.shape_key)
+            else:
+                self._capture_again(self._calls_again)
             if self.failure:
                 return EagerReason.CAPTURE_FAILED
             if self._banks.keys != self._banks.all_keys:
                 # A bank was dropped on all ranks, but this step may need it on some only.
                 misfit = self.misfit_of(step.plan.banks or ())
-                (is_missing,) = self._decider.agreement.now([int(bool(misfit))])
+                (is_missing,) = self._agreement.now([int(bool(misfit))])
                 return EagerReason.BANK_MISSING if is_missing else EagerReason.NONE
         return reason
+
+    def _capture_again(self, calls: Mapping[Hashable, Sequence[Call]]) -> None:
+        """Capture again from the calls of graphs that were dropped."""
+        self.counters.recaptures.append("memory moved, or process groups ended")
+        self._capture_together(
+            lambda: {key: calls[key] for key in self._banks.keys}, self._captured_shape_key
+        )
 
     def _state(self, shape_key: Hashable) -> tuple[EagerReason, bool]:
         """See `RankState`."""
@@ -324,10 +399,21 @@ class ChunkGraphs:
         elif self._was_replaced:
             reason = EagerReason.MEMORY_REPLACED
         elif has_graphs:
+            assert self._captured is not None
+            if shape_key != self._captured_shape_key:
+                reason = EagerReason.SHAPES_DIFFER
+            elif self._recaptures or not self._is_training:
+                changes = [c for model in self._captured.models if (c := model.change())]
+                if self._recaptures and any(c.endswith(MOVED) for c in changes):
+                    has_graphs = False
+                elif changes and not self._is_training:
+                    reason = EagerReason.MODEL_CHANGED
+        elif self._calls_again is not None:
             if shape_key != self._captured_shape_key:
                 reason = EagerReason.SHAPES_DIFFER
         elif not self._samples.is_ready(shape_key):
             reason = EagerReason.RELEASED if self._was_released else EagerReason.CAPTURE_WARMUP
+            reason = reason if self._is_training else EagerReason.FORWARD_ONLY
         return reason, has_graphs
 
     @contextmanager
@@ -397,7 +483,9 @@ class ChunkGraphs:
         *,
         must_raise: bool = False,
     ) -> None:
-        result = self._capturer.capture(make_samples)
+        with torch.inference_mode(False):  # a forward-only step may be in that mode
+            result = self._capturer.capture(make_samples)
+        self._calls_again = None
         self._samples.forget()
         if result.captured is not None:
             self._captured = result.captured
@@ -445,21 +533,38 @@ class ChunkGraphs:
         """
         if self.mode is not StepMode.OUTSIDE:
             raise SlotError("release() was called inside a step; release between steps.")
-        captured, self._captured = self._captured, None
-        if captured is not None:
-            self.backend.synchronize()
-            captured.release()
-            self._was_released = True
+        self._was_released |= self.report is not None
         self.is_asleep = False
         for optimizer in self._optimizers:
             optimizer.release()
-        self._of_capture = ()
         self._was_replaced = False
-        self._replayer.drop()
         self.failure = None
         self._samples.restart()
         self._banks.restore()
+        self._calls_again = None
+        self._idle_pools.clear()
+        self._drop()
+        self.forward_only.release()
+
+    def drop(self) -> None:
+        """Drop graphs and pools, but capture again in the next step, without warmup steps.
+
+        All ranks call it between the same steps.
+        """
+        if self.is_asleep:  # with its inputs
+            self.release()
+            return
+        if self._captured is not None:
+            self._calls_again = self._captured.latest_calls()
+        self._drop()
+
+    def _drop(self) -> None:
+        captured, self._captured = self._captured, None
+        self._of_capture = ()
+        self._replayer.drop()
         if captured is not None:
+            self.backend.synchronize()
+            captured.release()
             del captured
             # Otherwise the pools stay reserved, and eager steps cannot use their memory.
             gc.collect()
@@ -481,10 +586,12 @@ class ChunkGraphs:
             raise ConfigError(
                 "sleep() needs CaptureOptions(can_sleep=True), or a backend with can_sleep=True."
             )
-        if self._captured is not None:
+        if (plans := self._pool_plans()) and not self.is_asleep:
             self.backend.release_cached_memory()  # waits for the device
+            for captured in self._sets() if self._recaptures else ():
+                captured.inputs_slept()
             self.is_asleep = True
-            self._captured.pools.sleep()
+            pools.sleep(plans)
 
     def wake(self) -> None:
         """Get the memory back, at the same addresses. All ranks call it after `sleep`.
@@ -492,11 +599,20 @@ class ChunkGraphs:
         Raises:
             torch.OutOfMemoryError: too little is free; the graphs sleep on. Call `wake` again.
         """
-        if self._captured is not None and self.is_asleep:
+        if self.is_asleep:
             self.backend.release_cached_memory()
-            self._captured.pools.wake()
-            self._captured.forget_inputs()
+            pools.wake(self._pool_plans(), self.backend, arguments.rank_label(self.chunks))
+            for captured in self._sets():
+                captured.inputs_woke()
             self.is_asleep = False
+
+    def _sets(self) -> list[GraphSet]:
+        """Return the graphs of training steps and of forward-only steps, as far as captured."""
+        engines = self, *self.forward_only.engines
+        return [e._captured for e in engines if e._captured is not None]
+
+    def _pool_plans(self) -> list[pools.PoolPlan]:
+        return [captured.pools for captured in self._sets()]
 
     def watch_memory(self, is_replaced: Callable[[], bool], release: Callable[[], None]) -> None:
         """Capture again after a library has replaced, on any rank, memory that graphs use.
@@ -515,6 +631,9 @@ class ChunkGraphs:
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``callables[c](*args, **kwargs)``."""
+        evaluating = self.forward_only.current
+        if evaluating is not None and evaluating is not self:
+            return self.forward_only.call(c, args, kwargs)
         is_replayable = torch.is_grad_enabled() or not self.chunks[c].has_backward
         if self.mode is StepMode.REPLAY and is_replayable:
             return self._replayer.call(c, args, kwargs)
@@ -524,9 +643,18 @@ class ChunkGraphs:
                 "graphs.step(n):` (torch's: GraphedSchedule.step); to evaluate, disable gradients."
             )
         backward = self._samples.record(c, args, kwargs) if is_replayable else None
+        result = self.call_eagerly(c, args, kwargs)
+        if backward is None or not self._is_training:
+            return result
+        return watched(result, backward)
+
+    def call_eagerly(
+        self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_microbatch: bool = False
+    ) -> Any:
+        """Run the forward of chunk ``c``; ``is_microbatch``: as a microbatch of a replayed step."""
+        if is_microbatch:
+            self._banks.advance(c)
         result = self.chunks[c].forward(*args, **kwargs)
         for observer in self._observers:
             observer.called(c, result)
-        if backward is None:
-            return result
-        return watched(result, backward)
+        return result

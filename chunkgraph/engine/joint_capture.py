@@ -275,7 +275,8 @@ def _without_backward(chunk: Chunk, samples: Sequence[Call]) -> Chunk:
     Others are returned as they are. A slot of a chunk without a backward is free at once, so its
     results are copied.
     """
-    if chunk.parameters or any(sample.takes_gradients for sample in samples):
+    takes_gradients = any(sample.takes_gradients for sample in samples)
+    if chunk.parameters or takes_gradients or not chunk.enables_grad:
         return chunk
     return replace(chunk, program=FORWARD_ONLY, copies_outputs=None)
 

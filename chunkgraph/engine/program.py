@@ -8,136 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec
 
 from chunkgraph._text import shown
-from chunkgraph.engine.capture.output_gradients import OutputGradients
 from chunkgraph.engine.capture.refusals import refuse_without_backward, refuse_written
-from chunkgraph.engine.capture.static_inputs import call_with, static_like
 from chunkgraph.engine.chunk import Chunk, GradientMarker, Host, ReplayAction
 from chunkgraph.engine.gradients import GradientSinks
-from chunkgraph.engine.layout import memory_of, span
+from chunkgraph.engine.layout import memory_of
+from chunkgraph.engine.passes import Pass
 from chunkgraph.engine.slot import InputGrads, Outputs, Slot, StaticInputs, StaticOutputGrads
-from chunkgraph.engine.tree import Call, distinct_tensors, flatten
+from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ConfigError
 from chunkgraph.graphs import AddressRanges, Graph, GraphBackend, Pool, storage_address
 from chunkgraph.memory import PoolPlan
 
 Receive = Callable[[int, torch.Tensor], None]
 """Function that takes the index of a parameter and its gradient."""
-
-
-class Pass:
-    """One forward of a sampled call, and its backward from fixed gradients, each run once.
-
-    Args:
-        chunk: runs the forward.
-        sample: the call.
-        inputs: the tensors of the call; None: copies of the sample's.
-
-    Attributes:
-        leaves: the leaves of the result, from `forward` to `backward`.
-        spec: structure of the result.
-        grads: their memory, from `make_output_grads` on.
-    """
-
-    def __init__(
-        self, chunk: Chunk, sample: Call, inputs: Sequence[torch.Tensor] | None = None
-    ) -> None:
-        self.chunk, self.sample = chunk, sample
-        self.inputs = [static_like(t) for t in sample.tensors] if inputs is None else list(inputs)
-        self.leaves: Sequence[Any] = ()
-        self.spec: TreeSpec
-        self.grads: list[torch.Tensor] = []
-        self._non_leaf_grads: dict[int, torch.Tensor] = {}
-
-    def forward(self) -> Pass:
-        """Run the forward."""
-        result = call_with(self.chunk, self.sample, self.inputs, self._non_leaf_grads)
-        self.leaves, self.spec = flatten(result)
-        return self
-
-    @cached_property
-    def gradients(self) -> OutputGradients:
-        """Return the gradients that enter the backward. Not while the forward is captured."""
-        return OutputGradients.of(self.tensors, self.sample)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of the result, each once."""
-        return distinct_tensors(self.leaves)
-
-    @property
-    def outputs(self) -> list[torch.Tensor]:
-        """Return the tensors of the result that get a gradient."""
-        tensors = self.tensors
-        return [tensors[i] for i in self.gradients.receiving]
-
-    def make_output_grads(self, slot: Slot | None = None) -> None:
-        """Make the gradients that the backward begins with.
-
-        Args:
-            slot: owns their memory, filled with zeros; None: they are new, and filled by
-                `fill_test_gradient`.
-        """
-        pairs = zip(self.outputs, self.gradients.strides, strict=True)
-        for i, (output, strides) in enumerate(pairs):
-            if slot is not None:
-                self.grads.append(slot.memory.statics.gradient_like(i, output, strides))
-                continue
-            size = span(output.shape, strides)
-            memory = torch.empty(size, dtype=output.dtype, device=output.device)
-            self.grads.append(memory.as_strided(output.shape, strides))
-            fill_test_gradient(self.grads[-1])
-
-    def backward(self, *, keeps_leaves: bool = False) -> None:
-        """Run the backward from ``grads``, and drop the result unless ``keeps_leaves``."""
-        outputs = self.outputs
-        if not keeps_leaves:
-            self.leaves = ()
-        # Not autograd.grad, which forbids the inner backwards of recomputation.
-        torch.autograd.backward(outputs, self.grads)
-
-    def input_grads(self) -> list[torch.Tensor | None]:
-        """Return the gradient of each input, or None."""
-        return [self._non_leaf_grads.get(id(t), t.grad) for t in self.inputs]
-
-    def take_input_grads(self) -> list[torch.Tensor | None]:
-        """Return the gradient of each input, or None, and drop it here."""
-        grads = self.input_grads()
-        self._non_leaf_grads.clear()
-        for tensor in self.inputs:
-            tensor.grad = None
-        return grads
-
-
-@dataclass
-class GradientOrder:
-    """Records the order in which gradients are accumulated (a `GradientMarker`)."""
-
-    seen: list[int] = field(default_factory=list)
-
-    def accumulated(self, index: int) -> None:
-        """See `GradientMarker`."""
-        self.seen.append(index)
-
-    def replayed(self) -> None:
-        """See `GradientMarker`; an eager pass is not replayed."""
-        raise AssertionError
-
-
-def fill_test_gradient(gradient: torch.Tensor) -> None:
-    """Fill the memory of an output gradient with values that change from element to element."""
-    memory = gradient.as_strided((span(gradient.shape, gradient.stride()),), (1,))
-    memory.fill_(1)
-    for period, factor in ((2, -0.5), (3, 0.75), (5, -0.25)):
-        memory[period - 1 :: period].mul_(factor)
 
 
 @dataclass(frozen=True)
@@ -205,9 +94,11 @@ class GraphProgram:
     Attributes:
         actions: the replays of one microbatch, in order: at most three. A call replays the first,
             autograd the second, and `ChunkGraphs.run_waiting` the third.
+        enables_grad: whether the forward is captured with gradients enabled.
     """
 
     actions: tuple[ReplayAction, ...] = ("F", "B")
+    enables_grad = True
 
     def plan(self, own: Isolated, sample: Call) -> BackwardPlan:  # noqa: ARG002
         """Return how to capture the backward; may run eager passes on the capture stream.
@@ -330,7 +221,7 @@ def capture_forward(slot: Slot, own: Isolated, sample: Call) -> Pass:
     before = memory.pool.live()
     forward = Pass(chunk, sample, inputs)
     with (
-        torch.enable_grad(),
+        torch.set_grad_enabled(chunk.enables_grad),
         own.maker.capture(f"{slot.label} forward", memory.pool, inputs) as graph,
     ):
         forward.forward()

@@ -14,10 +14,10 @@ from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.banks import StepBanks
 from chunkgraph.engine.capture.graph_set import GraphSet
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.decide import NOTHING_REPLAYED
 from chunkgraph.engine.hooks import refuse_contexts, refuse_gradients_of_parameters
 from chunkgraph.engine.observer import Counters, Observer
 from chunkgraph.engine.slot import Slot
+from chunkgraph.engine.step import NOTHING_REPLAYED
 from chunkgraph.errors import ChunkGraphError, ReplayMismatchError
 from chunkgraph.slots import SlotMachine
 

@@ -100,7 +100,8 @@ class Call:
 
     def emptied(self) -> Call:
         """Return the call with placeholders instead of its tensors, to be `filled`."""
-        return self.filled([torch.empty(0, device="meta") for _ in self.tensors])
+        needs = [t.requires_grad for t in self.tensors]
+        return self.filled([torch.empty(0, device="meta", requires_grad=need) for need in needs])
 
     def arguments(self) -> Any:
         """Return the positional and keyword arguments."""

@@ -24,8 +24,8 @@ from torch import nn
 
 from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, ReplayRanges
 from chunkgraph.engine.agreement import refuse_differences, refused_together
-from chunkgraph.engine.decide import StepMode
 from chunkgraph.engine.split import SPLIT, DelayedModules, WeightBackwards
+from chunkgraph.engine.step import StepMode
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron.core.access import refuse_other_releases
 from chunkgraph.megatron.core.agreement import before_groups_end
@@ -145,7 +145,7 @@ def attach(  # the options of a job, as keywords
             failure.callback(graphs.detach)
             for part in site.parts:
                 call = partial(graphs.receiver.call, part.index)
-                part.divert_to(installed.call(part, call), undo)
+                part.divert_to(installed.call(part, call), graphs.engine.forward_only, undo)
             installed.bind(graphs)
             if installed.repeats_steps:
                 graphs.guard = OverflowGuard(graphs, undo)
@@ -201,6 +201,8 @@ class MegatronChunkGraphs:
             banks=Banks() if features.plans is None else features.plans.banks,
             backend=backend,
         )
+        if features.only_training:
+            engine.forward_only.why_not = f"they have {features.only_training}"
         self.sleep, self.wake = engine.sleep, engine.wake
         self.site = site
         self.features = features
@@ -226,7 +228,10 @@ class MegatronChunkGraphs:
         # The model keeps this object alive until it is detached, even without other references.
         self.receiver.owner = self
         self._undo = undo
-        self._forget_groups = before_groups_end(self.detach)
+        renews = site.options.on_moved_memory == "recapture"
+        self._forget_groups = before_groups_end(
+            self._drop_collectives if renews else self.detach, of_any=renews
+        )
 
     @property
     def counters(self) -> Any:
@@ -255,6 +260,10 @@ class MegatronChunkGraphs:
         - ``buckets``: rows of each microbatch, if not those of the smallest bucket that holds it.
           With buckets, ``seq_length`` is the length of the longest one.
 
+        With ``variable_seq_lengths`` the lengths include the padding of documents, and
+        ``seq_length`` and ``micro_batch_size`` count in steps that do not fit alone. Forward-only
+        steps take ``packings`` too, and are eager without them if there are several banks.
+
         A step that was announced (`announce`) may omit them. The caller passes
         ``packed_seq_params`` to the model on every pipeline stage, as without chunk graphs.
 
@@ -274,10 +283,12 @@ class MegatronChunkGraphs:
         ) -> Any:
             inputs, plans = StepInputs(packings, misfit, buckets, contexts), self.features.plans
             refuse_unknown(inputs, plans)
-            plan = StepPlan()  # an evaluation step is eager and needs no plan
+            plan = StepPlan()
             is_training = not kwargs.get("forward_only", False)
-            if is_training and plans is not None:
-                plan = plans.plan(inputs, kwargs)
+            if plans is not None and (is_training or self._driver is None):
+                make = plans.plan if is_training else plans.plan_forwards
+                plan = make(inputs, kwargs)
+                kwargs = dict(plans.keywords(plan, kwargs))
 
             def run(kwargs: dict[str, Any], eager: bool) -> tuple[Any, StepMode]:
                 nonlocal plan
@@ -316,7 +327,9 @@ class MegatronChunkGraphs:
         ):
             if is_training and features.awaits_forwards and kwargs.get("forward_step_func"):
                 kwargs = self._reporting(kwargs, step)
-            keywords = self.receiver.begin_step(mode, forward_backward, kwargs, plan.rows)
+            # A forward-only step copies what it receives; its order has no backwards.
+            receiving = mode if is_training else StepMode.EAGER
+            keywords = self.receiver.begin_step(receiving, forward_backward, kwargs, plan.rows)
             return forward_backward(**keywords), mode
 
     def _reporting(self, kwargs: dict[str, Any], step: Step) -> dict[str, Any]:
@@ -461,12 +474,20 @@ class MegatronChunkGraphs:
         self.engine.release()
         self.features.release()
 
+    def _drop_collectives(self) -> None:
+        """Drop graphs with collectives, which hold communicators; the next step captures again."""
+        sizes = [getattr(self.site.config, name, 1) or 1 for name in _GROUPS_IN_CHUNKS]
+        if max(sizes) > 1 and self.engine.mode is StepMode.OUTSIDE:
+            self.engine.drop()
+            self.engine.forward_only.drop()
+
     def detach(self) -> None:
         """Release the graphs and restore the forward of every module.
 
         If one of the two fails, the other still happens. A second call does nothing.
         ``torch.distributed.destroy_process_group()`` first detaches all graphs that are still
-        attached; otherwise it would wait forever for graphs that contain collectives.
+        attached; otherwise it would wait forever for graphs that contain collectives. With
+        ``on_moved_memory="recapture"`` it only drops these, for groups that are made anew.
         """
         try:
             with ExitStack() as stack:  # runs in reverse order
@@ -477,6 +498,12 @@ class MegatronChunkGraphs:
                 self._forget_groups()
 
 
+_GROUPS_IN_CHUNKS = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+"""Settings with which forwards and backwards have collectives; stages exchange tensors outside."""
 _SHAPE_NAMES = ("seq_length", "micro_batch_size", "decoder_seq_length")
 """Keywords of the schedule that determine the shapes of a step."""
 

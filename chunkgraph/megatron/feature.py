@@ -44,9 +44,11 @@ class Feature:
     Attributes:
         rules: Settings that a graph cannot hold, of the model or with this capability.
         plans: The plans of packed steps, if this is the feature that makes them.
+        replays_forwards: Whether forward-only steps may have graphs with it.
     """
 
     rules: ClassVar[Sequence[Rule]] = ()
+    replays_forwards: ClassVar[bool] = True
     plans: StepPlans | None = None
 
     @classmethod
@@ -106,6 +108,7 @@ class LimitedFeature(Feature):
     """
 
     repeats_steps = True
+    replays_forwards = False
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -159,6 +162,11 @@ class Features(Host):
         for feature in self._all:
             chunk = feature.wrap(part, chunk)
         return chunk
+
+    @property
+    def only_training(self) -> str:
+        """Return the names of features with which only training steps have graphs, or ""."""
+        return ", ".join(type(f).__name__ for f in self._all if not f.replays_forwards)
 
     def call(self, part: ModelPart, call: Call) -> Call:
         """Wrap the engine's ``call`` as the forward of ``part`` calls it."""
@@ -297,12 +305,15 @@ class StepPlan(engine.StepPlan):
         repeated_misfit: The ``misfit`` of a second run of the step, which has no announcement.
         rows: Rows of each microbatch; None for those of the schedule.
         cut_for: Banks to whose number of sequences offsets are cut.
+        pinned: Rows on this rank and bank of each microbatch, to which the caller's are padded;
+            empty: calls are left as they are.
         is_repeated: Whether the step runs again because something had no room.
     """
 
     repeated_misfit: str | None = None
     rows: Sequence[int] | None = None
     cut_for: Sequence[Hashable] = ()
+    pinned: Sequence[tuple[int, Any]] = ()
     is_repeated: bool = False
 
     @property

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine import Chunk, mark_constant
+from chunkgraph.engine.forward_only import ForwardOnlySteps
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.core.data_parallel import (
@@ -51,6 +52,8 @@ GROWING_BUFFERS = ("cos_cached", "sin_cached")
 """The buffers that fused RoPE of multi-latent attention reads."""
 _BLOCK_ATTRIBUTES = ("layers", "set_input_tensor", "input_tensor", "pre_process")
 _MODEL_ATTRIBUTES = ("decoder", "set_input_tensor", "pre_process", "post_process")
+_OF_INFERENCE = ("output_processor", "inference_context", "inference_params")
+"""Arguments that are Python objects, which calls in forward-only steps may have."""
 _ROTARY_TABLES = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin")
 
 
@@ -70,7 +73,10 @@ class ModelPart:
         modules: The module and all its submodules.
         config: Megatron's TransformerConfig of the block.
         predicts_tokens: Whether the module contains layers of multi-token prediction.
+        takes_all_calls: Whether `divert_to` diverts every call now, in any mode.
     """
+
+    takes_all_calls = False
 
     def __init__(
         self,
@@ -130,16 +136,19 @@ class ModelPart:
             caches=GROWING_BUFFERS,
         )
 
-    def divert_to(self, call: Call, undo: ExitStack) -> None:
-        """Send the module's training forwards to ``call``, until ``undo`` is closed."""
+    def divert_to(self, call: Call, steps: ForwardOnlySteps, undo: ExitStack) -> None:
+        """Send the module's forwards in steps to ``call``, until ``undo`` is closed."""
         module, num_named = self.module, len(self._names)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not (module.training and torch.is_grad_enabled()):
+            is_training = module.training and torch.is_grad_enabled()
+            if not (is_training or steps.takes_calls or self.takes_all_calls):
                 return self._eager(module, *args, **kwargs)
             keywords = kwargs
             if args:  # by name, so that equivalent calls look the same to the engine
                 keywords = {**dict(zip(self._names, args, strict=False)), **kwargs}
+            if not is_training and any(keywords.get(n) is not None for n in _OF_INFERENCE):
+                return self._eager(module, *args, **kwargs)
             if keywords.get("output_processor") is not None:
                 raise ConfigError(
                     f"{self.label} was called with output_processor, Python code that a replay "

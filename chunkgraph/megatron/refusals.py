@@ -99,7 +99,6 @@ MODEL_RULES = (
     ),
     *DELAY_RULES,
     Rule("hybrid_context_parallel: its schedule changes the process group between forwards"),
-    Rule("variable_seq_lengths: a graph has fixed shapes"),
     Rule(
         "enable_autocast: captures run outside of it and would contain operators of full precision"
     ),

@@ -111,6 +111,7 @@ class Site:
             "scope": self.requested_scope,
             "num_warmup_steps": self.options.num_warmup_steps,
             "on_failure": self.options.on_failure,
+            "on_moved_memory": self.options.on_moved_memory,
             "token_drops": self.feature_options["token_drops"],
             "packing": self.feature_options["packing"],
         }

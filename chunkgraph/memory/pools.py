@@ -18,6 +18,7 @@ separate: its backward reuses memory that the forward frees, like an eager pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -44,6 +45,8 @@ class PoolPlan:
         plan: See the module's table.
         backend: Backend that creates the pools.
         label: Prefix of the pools' names.
+        idle: Pools of other sessions that are dead in the steps of this one. One of them serves as
+            scratch, or as the pool of the first slot.
 
     Attributes:
         scratch: The pool that all backwards share; None: they use those of the slots.
@@ -51,15 +54,20 @@ class PoolPlan:
         slot_pools: The pools of the slots.
     """
 
-    def __init__(self, plan: MemoryPlan, backend: GraphBackend, label: str) -> None:
+    def __init__(
+        self, plan: MemoryPlan, backend: GraphBackend, label: str, idle: Sequence[Pool] = ()
+    ) -> None:
         self.plan = plan
         self._backend = backend
-        self._label = label
+        self._idle = [*idle[:1]]
         self.scratch: Pool | None = None
         if plan != "pool_per_slot":
-            self.scratch = backend.new_pool(f"{label} scratch")
+            self.scratch = self._new_pool(f"{label} scratch")
         self.static = backend.new_pool(f"{label} inputs") if backend.can_sleep else None
         self.slot_pools: list[Pool] = []
+
+    def _new_pool(self, label: str) -> Pool:
+        return self._idle.pop() if self._idle else self._backend.new_pool(label)
 
     def forward_pool(self, slot_label: str, num_bytes: int = 0) -> Pool:
         """Return the pool for a new slot's forward.
@@ -71,7 +79,7 @@ class PoolPlan:
         if self.plan == "one_pool":
             assert self.scratch is not None
             return self.scratch
-        pool = self._backend.new_pool(f"{slot_label} pool")
+        pool = self._new_pool(f"{slot_label} pool")
         pool.reserve(num_bytes)
         self.slot_pools.append(pool)
         return pool
@@ -105,32 +113,46 @@ class PoolPlan:
                     "out can_sleep."
                 )
 
-    def sleep(self) -> None:
-        """Give all memory back to the device, which has finished all work."""
-        for pool in self._all():
-            pool.sleep()
-
-    def wake(self) -> None:
-        """Get memory for the same addresses again.
-
-        Raises:
-            torch.OutOfMemoryError: too little is free; all pools still sleep.
-        """
-        pools = self._all()
-        try:
-            for pool in pools:
-                pool.wake()
-        except RuntimeError as error:
-            self.sleep()
-            if not isinstance(error, torch.OutOfMemoryError):
-                raise
-            needed, free = sum(p.reserved_bytes for p in pools), self._backend.free_bytes() or 0
-            raise torch.OutOfMemoryError(
-                f"{self._label}: waking the graphs needs {needed / 2**20:.0f} MiB, but only "
-                f"{free / 2**20:.0f} MiB of {self._backend.device} are free. They still sleep.\n"
-                "  To do: free memory, such as that of an inference engine in this or another "
-                "process, and call wake() again; or call release()."
-            ) from error
-
-    def _all(self) -> list[Pool]:
+    @property
+    def every(self) -> list[Pool]:
+        """Return all pools of the session."""
         return [*self.pools, *([self.static] if self.static else [])]
+
+
+def sleep(plans: Sequence[PoolPlan]) -> None:
+    """Give the memory of all plans back to the device, which has finished all work."""
+    for pool in _distinct(plans):
+        pool.sleep()
+
+
+def wake(plans: Sequence[PoolPlan], backend: GraphBackend, label: str) -> None:
+    """Get memory for the same addresses again.
+
+    Args:
+        plans: The plans, which sleep.
+        backend: Backend of their pools.
+        label: Name of the rank in errors.
+
+    Raises:
+        torch.OutOfMemoryError: too little is free; all pools still sleep.
+    """
+    pools = _distinct(plans)
+    try:
+        for pool in pools:
+            pool.wake()
+    except RuntimeError as error:
+        sleep(plans)
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        needed, free = sum(p.reserved_bytes for p in pools), backend.free_bytes() or 0
+        raise torch.OutOfMemoryError(
+            f"{label}: waking the graphs needs {needed / 2**20:.0f} MiB, but only "
+            f"{free / 2**20:.0f} MiB of {backend.device} are free. They still sleep.\n"
+            "  To do: free memory, such as that of an inference engine in this or another "
+            "process, and call wake() again; or call release()."
+        ) from error
+
+
+def _distinct(plans: Sequence[PoolPlan]) -> list[Pool]:
+    """Return each pool once: graphs of other steps may share one."""
+    return list({id(pool): pool for plan in plans for pool in plan.every}.values())

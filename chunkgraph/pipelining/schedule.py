@@ -16,7 +16,6 @@ from chunkgraph._text import shown
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.engine.agreement import (
     Maximum,
-    lost_ranks_named,
     new_group,
     refuse_differences,
     refused_together,
@@ -107,6 +106,7 @@ class GraphedSchedule:
             "schedule": type(self._kept[self._counts[0]]).__name__,
             "num_warmup_steps": options.num_warmup_steps,
             "on_failure": options.on_failure,
+            "on_moved_memory": options.on_moved_memory,
         }
         refuse_differences(self._agree, rank, equal)
 
@@ -154,9 +154,18 @@ class GraphedSchedule:
         return result
 
     def eval(self, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
-        """Run one evaluation step eagerly, for any count; see ``eval`` of torch's schedules."""
-        schedule = self._schedule(self._count(num_microbatches), is_training=False)
-        with lost_ranks_named(), self._renewed_after_errors():
+        """Run one evaluation step, for any count; see ``eval`` of torch's schedules.
+
+        With gradients disabled it replays forward graphs, after a first such step. With a
+        `GraphedLoss`, or stages in wrappers for data parallelism, it runs eagerly.
+        """
+        count = self._count(num_microbatches)
+        schedule = self._schedule(count, is_training=False)
+        with (
+            self.graphs.step(count, forward_only=True),
+            _own_errors(),
+            self._renewed_after_errors(),
+        ):
             return schedule.eval(*args, **kwargs)
 
     def _count(self, num_microbatches: int | None) -> int:
@@ -278,6 +287,8 @@ class GraphedSchedule:
         for index, (stage, own) in enumerate(zip(self._stages, self._replays, strict=True)):
             own.join(graphs, weights, index)
             stage.replays = own
+            if not own.is_plain:
+                graphs.forward_only.why_not = "a loss or a wrapper belongs to the stage"
         return graphs
 
 

@@ -102,7 +102,7 @@ class GraphedStage(PipelineStage):
         """
         if self.replays is None and self.has_backward:
             _warn_of_no_schedule()
-        if self.replays is None or not self.has_backward:
+        if self.replays is None or not (self.has_backward or self.replays.evaluates):
             return super().forward_maybe_with_nosync(*args, **kwargs)
         return self.replays.forward(args, kwargs)
 
@@ -218,6 +218,8 @@ class StageReplays:
     Attributes:
         chunk: The captured chunk.
         microbatch: Number of the microbatch whose forward runs.
+        is_wrapped: Whether the module is in ``DistributedDataParallel``.
+        is_plain: Whether the chunk is the module alone.
     """
 
     def __init__(
@@ -239,11 +241,11 @@ class StageReplays:
         self.microbatch = 0
         label = f"stage {stage.stage_index}"
         self._module = unwrapped(wrapper, label)
-        is_plain = self._loss is None and not self.is_wrapped and self._sharded is None
+        self.is_plain = self._loss is None and not self.is_wrapped and self._sharded is None
         watched = self._module if self._loss is None else self._loss.joined(self._module)
         self.chunk = replace(
             Chunk.from_module(watched, label, program=SPLIT if is_split else None),
-            forward=self._module if is_plain else self._run,
+            forward=self._module if self.is_plain else self._run,
             # When an output's gradient arrives, the next stage has received the output, and the
             # slot is not reused earlier. Outputs of the last stage belong to the caller.
             copies_outputs=None if stage.is_last else lambda *_args, **_kwargs: False,
@@ -268,7 +270,14 @@ class StageReplays:
     def is_replayed(self) -> bool:
         """Return whether backwards are replays, which run no hooks that wait for gradients."""
         assert self._graphs is not None
-        return self._graphs.mode is StepMode.REPLAY
+        is_training = self._graphs.forward_only.current is None
+        return is_training and self._graphs.mode is StepMode.REPLAY
+
+    @property
+    def evaluates(self) -> bool:
+        """Return whether a forward may be replayed in an evaluation step."""
+        assert self._graphs is not None
+        return self._graphs.forward_only.takes_calls
 
     @contextmanager
     def step(self) -> Iterator[None]:

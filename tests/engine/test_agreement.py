@@ -18,6 +18,7 @@ import chunkgraph
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, EagerReason, StepMode, agreement
 from chunkgraph.engine.agreement import (
     Agreement,
+    Maximum,
     new_group,
     refuse_differences,
     refused_together,
@@ -267,3 +268,56 @@ def test_an_error_between_collectives_reaches_ranks_that_wait_in_the_block() -> 
     texts = messages(2, refuse)
     assert texts[0].endswith("another rank cannot go on.\nrank 1: stage 1 has no layer.")
     assert texts[1] == "stage 1 has no layer."
+
+
+def test_a_maximum_outlives_the_job_that_began_again(tmp_path: Any) -> None:
+    made: list[Any] = []
+
+    def make() -> Any:
+        made.append(new_group(backend="gloo"))
+        return made[-1]
+
+    def begin(number: int) -> None:
+        store = torch.distributed.FileStore(str(tmp_path / f"store{number}"), 1)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    begin(0)
+    maximum = Maximum(make(), make)
+    assert maximum([3, 4]) == [3, 4]
+    torch.distributed.destroy_process_group()
+    begin(1)
+    assert maximum([5, 6]) == [5, 6]
+    assert len(made) == 2
+    maximum.close()
+    torch.distributed.destroy_process_group()
+
+
+class WithoutGraphs(Ranks):
+    """The graphs of another rank are gone once ``are_gone``."""
+
+    are_gone = False
+
+    def start(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        self.others = [0, 1] if self.are_gone and len(values) == 6 else []
+        return super().start(values)
+
+
+def test_ranks_capture_again_together_if_memory_of_one_moved() -> None:
+    ranks = WithoutGraphs()
+    graphs = _graphs(ranks, on_moved_memory="recapture")
+    for _ in range(2):
+        _step(graphs)
+    ranks.are_gone = True
+    _step(graphs)
+    assert (graphs.counters.capture_sessions, graphs.counters.replayed_steps) == (2, 2)
+    assert graphs.counters.fallbacks == {"capture warmup": 1}
+
+
+def test_a_forward_only_step_is_eager_if_another_rank_has_no_graphs() -> None:
+    ranks = WithReason()
+    graphs = _graphs(ranks)
+    none, others = EagerReason.NONE, (EagerReason.FORWARD_ONLY, EagerReason.MODEL_CHANGED)
+    for ranks.reason in (none, none, *others, none):
+        _step(graphs, forward_only=True)
+    assert graphs.counters.fallbacks == {"forward only": 2, "model changed": 1}
+    assert graphs.forward_only.counters.replayed_steps == 2

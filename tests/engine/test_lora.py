@@ -263,3 +263,68 @@ def test_what_is_undone_equals_eager_without_a_capture(
         results.append(pipeline.results)
     assert all_equal(*results)
     assert [graphs.counters.replayed_steps for graphs in pipeline.graphs] == [3, 3]
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter that is switched off by an attribute, as Megatron-Bridge's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_wrap, self.adapter = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.to_wrap.requires_grad_(False)
+        self._adapter_enabled = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.to_wrap(x)
+        return result + self.adapter(x) if self._adapter_enabled else result
+
+
+def _switched_off(model: Any) -> Any:
+    class Off(ExitStack):
+        def __enter__(self) -> Any:
+            model._adapter_enabled = False
+            self.callback(setattr, model, "_adapter_enabled", True)
+            return self
+
+    return Off()
+
+
+@pytest.mark.parametrize("kind", ["peft", "bridge"])
+def test_reference_passes_with_disabled_adapters_have_graphs(
+    request: pytest.FixtureRequest, backend: GraphBackend, kind: str
+) -> None:
+    """They run between training steps; base weights are copied in place meanwhile."""
+    results = []
+    for is_graphed in (False, True):
+        torch.manual_seed(3)
+        model: Any = Adapted()
+        if kind == "peft":
+            model = adapted(request.getfixturevalue("peft"), Block(0.1), dropout=0.1)
+        model.to(backend.device)
+        graphs = ChunkGraphs(Chunk.from_module(model, "it"), 1, backend=backend)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01)
+        values = []
+        for step in range(4):
+            x = torch.randn(2, 5, WIDTH).to(backend.device)
+            off = model.disable_adapter() if kind == "peft" else _switched_off(model)
+            with torch.no_grad(), off, graphs.step(2, forward_only=True, eager=not is_graphed):
+                values += [graphs.callables[0](x).clone() for _ in range(2)]
+            with torch.no_grad(), graphs.step(1, forward_only=True, eager=not is_graphed):
+                values.append(graphs.callables[0](x).clone())
+            with graphs.step(1, eager=not is_graphed):
+                loss = graphs.callables[0](x).square().mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values += [loss.detach().clone(), *(p.detach().clone() for p in model.parameters())]
+            with torch.no_grad():
+                for p in (p for p in model.parameters() if not p.requires_grad):
+                    p.copy_(p * (1 + 0.1 * step))
+        results.append(values)
+    assert all_equal(*results)
+    assert graphs.counters.fallbacks == {"forward only": 2, "capture warmup": 1}
+    assert graphs.forward_only.counters.replayed_steps == 6
+    if kind == "bridge":
+        refused = pytest.raises(ReplayMismatchError, match="_adapter_enabled was True")
+        with refused, _switched_off(model), graphs.step(1):
+            pass

@@ -200,7 +200,7 @@ def test_a_failed_wake_can_be_repeated(x: torch.Tensor) -> None:
     eager, mine = (towers(backend, False)[0] for _ in range(2))
     graphs = ChunkGraphs(mine, 2, backend=backend)
     graphs.capture([x])
-    needed = sum(p.reserved_bytes for p in graphs._captured.pools._all())
+    needed = sum(p.reserved_bytes for p in graphs._captured.pools.every)
     awake = backend.free_bytes()
     graphs.sleep()
     assert backend.free_bytes() == awake + needed

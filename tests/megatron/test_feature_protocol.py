@@ -159,7 +159,7 @@ def test_every_method_of_a_feature_is_called(chunks: list[nn.Module]) -> None:
     doubled = _outputs(chunks, (*FEATURES, Counting), num_forwards=2)
     names = {n for kind in (Feature, LimitedFeature) for n in vars(kind) if n[0] != "_"}
     calls = Counting.calls
-    names -= {"plans", "repeats_steps", "rules", "tensors", "step"}
+    names -= {"plans", "repeats_steps", "replays_forwards", "rules", "tensors", "step"}
     assert names - set(calls) == set()
     assert calls["capture"] == 1
     assert calls["step REPLAY"] == 4

@@ -464,6 +464,9 @@ def compare(case: Case, place: Place, folder: Path) -> dict[str, Any]:
         "losses": [value[1] for value in run.values if len(value) == 3],  # of training
         "counts": case.counts,
         "counters": graphs.graphs.counters,
+        "num chunks": len(indices),
+        "evaluated": graphs.graphs.forward_only.counters.replays,
+        "only training": graphs.graphs.forward_only.why_not,
         "pairs": (
             slots.of_rank[place.rank] * len(indices)
             if shared

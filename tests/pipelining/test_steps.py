@@ -91,7 +91,13 @@ def check(name: str, ranks: list[dict[str, Any]]) -> None:
         counters = result["counters"]
         assert counters.capture_sessions == 1, where
         assert counters.captures == result["pairs"], where
+        num_eager = counters.fallbacks.pop("forward only", 0)
         assert dict(counters.fallbacks) == {"capture warmup": result["num warmup"]}, where
+        # Of two evaluations the second is replayed, if every rank may.
+        is_replayed = num_eager and not any(r["only training"] for r in ranks)
+        assert num_eager == (0, 1 if is_replayed else 2)[num_eager > 0], where
+        num_evaluated = result["num chunks"] * result["counts"][0] if is_replayed else 0
+        assert result["evaluated"] == num_evaluated, where
         assert counters.replays == result["num replays"], where
         num_backwards = counters.replays - result["num forwards alone"]
         assert counters.backward_replays == num_backwards, where

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from chunkgraph.engine.capture.saved import SavedTensor
 from chunkgraph.engine.capture.warm_up import WarmUp
@@ -11,7 +13,7 @@ from chunkgraph.engine.checks import ModelGuard
 from chunkgraph.engine.chunk import GradientMarker
 from chunkgraph.engine.gradients import GradientSinks
 from chunkgraph.engine.slot import Slot
-from chunkgraph.engine.tree import Signature
+from chunkgraph.engine.tree import Call, Signature
 from chunkgraph.memory import PoolPlan
 
 SlotKey = tuple[Hashable, int, int]
@@ -53,10 +55,12 @@ class Bank:
     Attributes:
         slots: by chunk; slot ``k`` here and slot ``k`` of another bank are variants of one slot.
         signatures: the signature with which each chunk was captured.
+        calls: the captured call of each chunk, without tensors.
     """
 
     slots: tuple[tuple[Slot, ...], ...]
     signatures: tuple[Signature, ...]
+    calls: tuple[Call, ...]
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class GraphSet:
     markers: Mapping[Slot, GradientMarker]
     warm_ups: Mapping[tuple[Hashable, int], WarmUp]
     saved: Mapping[SlotKey, tuple[SavedTensor, ...]]
+    _kept: list[torch.Tensor | None] = field(default_factory=list)
 
     @property
     def slots(self) -> tuple[tuple[Slot, ...], ...]:
@@ -89,10 +94,33 @@ class GraphSet:
         by_chunk = zip(*[bank.slots for bank in self.banks.values()], strict=True)
         return tuple(tuple(slot for slots in of_chunk for slot in slots) for of_chunk in by_chunk)
 
+    def latest_calls(self) -> dict[Hashable, list[Call]]:
+        """Return calls like the captured ones, with the last inputs of their first slots."""
+        return {
+            key: [_loaded(call, s[0]) for call, s in zip(bank.calls, bank.slots, strict=True)]
+            for key, bank in self.banks.items()
+        }
+
+    def inputs_slept(self) -> None:
+        """Keep integers of the inputs that `latest_calls` needs, such as offsets, on the host."""
+        for tensor in self._first_inputs():
+            self._kept.append(None if tensor.is_floating_point() else tensor.to("cpu", copy=True))
+
+    def inputs_woke(self) -> None:
+        """Restore what `inputs_slept` has kept, and load every constant input again next time."""
+        for tensor, kept in zip(self._first_inputs(), self._kept, strict=False):
+            tensor.zero_() if kept is None else tensor.copy_(kept)
+        self._kept.clear()
+        self.forget_inputs()
+
     def forget_inputs(self) -> None:
         """Load every constant input again next time."""
         for slot in (slot for slots in self.slots for slot in slots):
             slot.inputs.forget_sources()
+
+    def _first_inputs(self) -> list[torch.Tensor]:
+        slots = [slots[0] for bank in self.banks.values() for slots in bank.slots]
+        return [tensor for slot in slots for tensor in slot.inputs.tensors]
 
     def release(self) -> None:
         """Release all graphs and their memory."""
@@ -101,3 +129,8 @@ class GraphSet:
                 slot.release()
         for sinks in self.sinks:
             sinks.release()
+
+
+def _loaded(call: Call, slot: Slot) -> Call:
+    pairs = zip(slot.inputs.tensors, call.tensors, strict=True)
+    return call.filled([t.clone().requires_grad_(own.requires_grad) for t, own in pairs])

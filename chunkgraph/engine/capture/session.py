@@ -47,20 +47,19 @@ from chunkgraph.engine.checks import ModelGuard
 from chunkgraph.engine.chunk import Chunk, GradientMarker, Host, OnCapture
 from chunkgraph.engine.gradients import GradientSinks, GradMemory
 from chunkgraph.engine.hooks import refuse_contexts
+from chunkgraph.engine.passes import Pass, fill_test_gradient
 from chunkgraph.engine.program import (
     BackwardPlan,
     GraphMaker,
     Isolated,
-    Pass,
     capture_forward,
-    fill_test_gradient,
     finish_slot,
     program_of,
 )
 from chunkgraph.engine.slot import Slot, SlotMemory
 from chunkgraph.engine.tree import Call, Signature
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import AddressRanges, GraphBackend
+from chunkgraph.graphs import AddressRanges, GraphBackend, Pool
 from chunkgraph.memory import MemoryPlan, PoolPlan, SlotFootprint, prove_disjoint
 
 BeginPart = Callable[[Hashable | None], None]
@@ -81,6 +80,8 @@ class SessionSettings:
         begin_part: see `BeginPart`.
         any_rank: return whether the argument is true on any rank in the same part of its session.
         layers: follows the layers of the chunks.
+        idle_pools: pools of graphs that are replayed in other steps, for `PoolPlan`; the first
+            session adds one of its own.
     """
 
     host: Host
@@ -92,6 +93,7 @@ class SessionSettings:
     begin_part: BeginPart = lambda _: None
     any_rank: Callable[[bool], bool] = bool
     layers: LayerWatch = field(default_factory=LayerWatch)
+    idle_pools: list[Pool] = field(default_factory=list)
 
 
 _NUM_REPLAYS = 4  # of a slot under test that differs from eager passes
@@ -120,7 +122,7 @@ def capture_session(
     """
     refuse_contexts(chunks[0].label, CaptureError)
     rank = rank_label(chunks)
-    pools = PoolPlan(settings.memory_plan, backend, rank)
+    pools = PoolPlan(settings.memory_plan, backend, rank, settings.idle_pools)
     captured: GraphSet | None = None
     try:
         # When `_run` returns, only slots may hold memory of graphs.
@@ -133,6 +135,8 @@ def capture_session(
         if captured is not None:
             captured.release()
         raise
+    if not settings.idle_pools:
+        settings.idle_pools.append(pools.pools[-1])
     return captured
 
 
@@ -473,6 +477,7 @@ def _banks(session: _Session) -> dict[Hashable, Bank]:
                 Signature(call, chunk.label)
                 for call, chunk in zip(calls, session.chunks, strict=True)
             ),
+            tuple(call.emptied() for call in calls),
         )
         for key, calls in session.samples.items()
     }

@@ -30,7 +30,7 @@ def call_with(
     """Run the chunk's forward with a sample's plain values and autocast and with these tensors.
 
     Args:
-        chunk: the chunk to run, with gradients enabled.
+        chunk: the chunk to run.
         sample: the call.
         inputs: tensors that replace the call's tensors.
         grads: filled in the backward with the gradients, by id, of the sample's ``non_leaves``; in
@@ -40,7 +40,7 @@ def call_with(
         CaptureError: the forward changes a list or dict among the arguments.
     """
     autocast = sample.autocast.entered() if sample.autocast is not None else nullcontext()
-    with torch.enable_grad(), autocast:
+    with torch.set_grad_enabled(chunk.enables_grad), autocast:
         tensors = [
             _NonLeaf.apply(t, grads) if i in sample.non_leaves else t for i, t in enumerate(inputs)
         ]

@@ -14,7 +14,8 @@ from chunkgraph.engine.capture.restore import restoring_writes
 from chunkgraph.engine.capture.saved import saved_tensors
 from chunkgraph.engine.capture.self_test import Measured, Noise, check_passes
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.engine.program import GradientOrder, Isolated, Pass, program_of
+from chunkgraph.engine.passes import GradientOrder, Pass
+from chunkgraph.engine.program import Isolated, program_of
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import Allocation, GraphBackend, block_bytes

@@ -16,7 +16,8 @@ from torch import nn
 from chunkgraph.engine.capture.accumulate import collecting
 from chunkgraph.engine.capture.restore import restoring_writes
 from chunkgraph.engine.chunk import Chunk, GradientMarker, ReplayAction
-from chunkgraph.engine.program import BackwardPlan, GraphProgram, Isolated, Pass, Receive
+from chunkgraph.engine.passes import Pass
+from chunkgraph.engine.program import BackwardPlan, GraphProgram, Isolated, Receive
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.split.deferral import REMEDY, Deferral, TracedOperator
 from chunkgraph.engine.split.delayed import DelayedModules

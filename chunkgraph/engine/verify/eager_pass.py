@@ -22,7 +22,8 @@ from chunkgraph.engine.capture.saved import SavedTensor, saved_tensors
 from chunkgraph.engine.capture.self_test import Measured
 from chunkgraph.engine.chunk import Chunk, Host
 from chunkgraph.engine.gradients import GradientSinks
-from chunkgraph.engine.program import GradientOrder, Pass, program_of
+from chunkgraph.engine.passes import GradientOrder, Pass
+from chunkgraph.engine.program import program_of
 from chunkgraph.engine.tree import Call
 from chunkgraph.graphs import GraphBackend
 

@@ -48,7 +48,8 @@ def agree_by_maximum() -> Maximum | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     if uses_gloo():
-        return Maximum(new_group(backend="gloo"))
+        make = functools.partial(new_group, backend="gloo")
+        return Maximum(make(), make)
     return StoreMaximum(range(dist.get_world_size()))
 
 
@@ -195,18 +196,19 @@ def _gathered_by_gloo(group: Any, data: bytes) -> list[bytes]:
 _NAME = "destroy_process_group"
 
 
-def before_groups_end(done: Callable[[], None]) -> Callable[[], None]:
-    """Call a method before all process groups are destroyed.
+def before_groups_end(done: Callable[[], None], *, of_any: bool = False) -> Callable[[], None]:
+    """Call a method before all process groups are destroyed, or before any is.
 
     NCCL does not destroy a communicator while a CUDA graph contains its collectives: it waits for
     the graph to be freed, without a time limit. So `torch.distributed.destroy_process_group` at the
     end of a script hangs if graphs are still alive.
 
-    It is not called when a single group is destroyed, nor by code that imported
-    ``destroy_process_group`` from ``torch.distributed`` earlier.
+    It is not called by code that imported ``destroy_process_group`` from ``torch.distributed``
+    earlier.
 
     Args:
         done: A bound method. Its object is referenced weakly. If it raises, the groups stay.
+        of_any: Whether to call it when a single group is destroyed, too.
 
     Returns:
         A function that removes the callback.
@@ -218,7 +220,7 @@ def before_groups_end(done: Callable[[], None]) -> Callable[[], None]:
         @functools.wraps(original)
         def destroy_process_group(group: Any = None) -> None:
             call = method()
-            if call is not None and group in (None, dist.GroupMember.WORLD):
+            if call is not None and (of_any or group in (None, dist.GroupMember.WORLD)):
                 call()
             original(group)
 

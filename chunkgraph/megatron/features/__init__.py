@@ -9,6 +9,7 @@ from chunkgraph.megatron.features.fp8 import Fp8State
 from chunkgraph.megatron.features.hybrid import Hybrid
 from chunkgraph.megatron.features.model_state import ModelState
 from chunkgraph.megatron.features.packing.feature import PackedCalls, Packing
+from chunkgraph.megatron.features.packing.pinned import PinnedRows
 from chunkgraph.megatron.features.sharded import Sharding
 from chunkgraph.megatron.features.stash import ExpertStash
 from chunkgraph.megatron.features.tracked_losses import TokenPrediction
@@ -19,6 +20,7 @@ FEATURES: tuple[type[Feature], ...] = (
     ModelState,
     Sharding,
     Hybrid,
+    PinnedRows,
     PackedCalls,
     Packing,
     Contexts,

@@ -132,6 +132,7 @@ class Fp8State(Feature):
         ConfigError: The installed release lacks a required attribute.
     """
 
+    replays_forwards = False
     rules = _RULES
 
     def __init__(

@@ -104,9 +104,8 @@ class CachedTables:
     def hold(self) -> Iterator[None]:
         """Hold the tables that are used inside, and Megatron's global buffers at the end.
 
-        They are held until `release`, or until the next call of `hold`.
+        They are held until `release`: graphs of several sessions may use them.
         """
-        self.release()
         with ExitStack() as stack:
             for module in self._modules:
                 stack.callback(patch_attributes(module, {"forward": self._cached(module)}))

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from chunkgraph.engine.agreement import Agree, agree_alone
-from chunkgraph.engine.decide import StepMode
+from chunkgraph.engine.step import StepMode
 from chunkgraph.megatron.core.access import private_names
 from chunkgraph.megatron.core.random_state import RandomStates
 from chunkgraph.megatron.feature import LimitedFeature, Shortage

@@ -146,6 +146,7 @@ class Sharding(Feature):
         shards: The shards of each chunk.
     """
 
+    replays_forwards = False
     rules = (
         Rule(f"use_torch_fsdp2: chunk graphs do not support it; use {{{_FLAG}=true}}"),
         Rule(

@@ -32,6 +32,7 @@ class TokenPrediction(Feature):
     number; a captured forward checks on the device.
     """
 
+    replays_forwards = False
     rules = (
         Rule(
             "experimental_attention_variant: chunk graphs do not support sparse attention; train "

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from in_process import Trained, detach_all
 
-from chunkgraph.engine import ChunkGraphs
+from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.errors import SlotError
 from chunkgraph.megatron.attachment import attach
 
@@ -119,3 +120,28 @@ def test_graphs_with_collectives_of_nccl_do_not_hold_the_end_up(
     )
     results = _ends(start_cases, {**config, "device": "cuda"}, tmp_path, 150.0)
     assert results == [{"replays": 3, **GONE}] * 2
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_groups_that_are_made_anew_take_only_graphs_with_collectives(
+    one_rank: Any, config: Any, ended: list[Any], num_ranks: int
+) -> None:
+    def losses(graphs: dict[str, Any] | None) -> tuple[list[list[float]], Any]:
+        model = Trained(one_rank, config, graphs)
+        model.chunks[0].config.tensor_model_parallel_size = num_ranks  # as rules and groups see it
+        results = []
+        for number in range(4):
+            if number == 2:
+                dist.destroy_process_group(object())  # type: ignore[arg-type]
+                dist.destroy_process_group()
+            results.append(model.step(number, 2))
+        return results, model.graphs
+
+    expected, _ = losses(None)
+    got, graphs = losses({"options": CaptureOptions(on_moved_memory="recapture")})
+    assert got == expected
+    assert len(ended) == 4
+    assert graphs.counters.fallbacks == {"capture warmup": 1}
+    assert graphs.counters.capture_sessions == num_ranks
+    assert graphs.counters.replayed_steps == 3
+    detach_all()

@@ -40,6 +40,7 @@ class Contexts(Feature):
         groups: this rank's groups, one of each size.
     """
 
+    replays_forwards = False
     rules = (
         *CONTEXT_RULES,
         Rule(

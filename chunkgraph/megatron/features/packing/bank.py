@@ -102,7 +102,7 @@ class PackingOptions:
     fills_rows: bool = False
 
 
-_ROWS_AT = {
+ROWS_AT = {
     "input_ids": 1,
     "position_ids": 1,
     "labels": 1,
@@ -172,14 +172,14 @@ def _derived(c: int, name: str, value: Any, of: PackedBank, wanted: PackedBank) 
     if name in _SIZES:
         return wanted.size if value == of.size else value
     whole, other_whole = of.shape.max_packed_tokens, wanted.shape.max_packed_tokens
-    if name in _ROWS_AT:
+    if name in ROWS_AT:
         rows, other_rows = of.num_tokens, wanted.num_tokens
         if name.startswith("rotary_"):
             more = _rows_of(value) == whole + 1  # see `fixed_params`
             rows, other_rows = whole + more, other_whole + more
         if isinstance(value, (tuple, list)):
-            return type(value)(_resized(v, _ROWS_AT[name], rows, other_rows) for v in value)
-        return _resized(value, _ROWS_AT[name], rows, other_rows)
+            return type(value)(_resized(v, ROWS_AT[name], rows, other_rows) for v in value)
+        return _resized(value, ROWS_AT[name], rows, other_rows)
     if name.startswith(_PARAMS):
         if isinstance(value, int) and not isinstance(value, bool):
             if name in _LONGEST and value >= whole:

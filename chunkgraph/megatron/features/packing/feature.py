@@ -61,15 +61,17 @@ class Packing(Feature):
             banks,
             site.place.rank,
             missing_graphs=self._missing_graphs,
+            pins_rows=bool(getattr(site.config, "variable_seq_lengths", False)),
             needs_buckets=has_experts and site.shares_experts,
         )
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
-        """Return whether sequences are packed, and whether rows may hold no token."""
+        """Return whether sequences are packed, and how."""
         banks = site.feature_options["packing"]
         return {
             "packed": banks is not None,
+            "changes_size": banks is not None and banks.groups is not None,
             "pads_rows": banks is not None and not banks.fills_rows,
         }
 
@@ -93,8 +95,9 @@ class Packing(Feature):
         return packing
 
     def bind(self, graphs: MegatronChunkGraphs) -> None:
-        """Use the engine to check offsets only in steps before a capture."""
+        """Use the engine to check offsets only before a capture; let it know of padded rows."""
         self._engine = graphs.engine
+        graphs.engine.forward_only.needs_banks |= self.plans.pins_rows
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:

@@ -49,6 +49,7 @@ class StepPlans:
         banks: The banks of this rank.
         rank: The rank, for errors.
         missing_graphs: Returns the reason why some banks have no graphs, or "".
+        pins_rows: Whether calls have the caller's rows and are padded to those of their bank.
         needs_buckets: Whether a microbatch's length depends on other ranks' data, so that steps
             need lengths on which the ranks agreed.
 
@@ -70,6 +71,7 @@ class StepPlans:
         rank: int,
         *,
         missing_graphs: Callable[[Sequence[Hashable]], str] = lambda _: "",
+        pins_rows: bool = False,
         needs_buckets: bool = False,
     ) -> None:
         self._changes_size = changes_size = banks.groups is not None
@@ -82,6 +84,7 @@ class StepPlans:
         self.has_lengths = len(self.shapes) > 1
         self._rank = rank
         self._missing_graphs = missing_graphs
+        self.pins_rows = pins_rows
         self._needs_buckets = needs_buckets and self.has_lengths
         self._announced: _Contents | None = None
 
@@ -108,7 +111,7 @@ class StepPlans:
             ReplayMismatchError: A microbatch's process group differs from its graphs' group.
         """
         length, decoder = schedule.get("seq_length"), schedule.get("decoder_seq_length")
-        if decoder not in (None, length):
+        if decoder not in (None, length) and not self.pins_rows:
             raise ConfigError(
                 f"The schedule has decoder_seq_length {decoder}, the length that Megatron's "
                 f"pipeline stages receive, but packed microbatches have {length} rows. Leave it "
@@ -129,7 +132,39 @@ class StepPlans:
             misfit,
             rows=self._rows(contents, schedule.get("seq_length")),
             cut_for=contents.cut_for,
+            pinned=self._pinned(contents),
         )
+
+    def plan_forwards(self, inputs: StepInputs, schedule: Mapping[str, Any]) -> StepPlan:
+        """Plan a forward-only step, which leaves announcements as they are.
+
+        Without inputs it is eager if there are several banks, or rows are padded.
+        """
+        if self._changes_size or inputs.packings is None:
+            return StepPlan()
+        contents = self._contents(inputs, schedule["num_microbatches"])
+        return StepPlan(
+            contents.banks,
+            self._misfit_now(contents),
+            rows=self._rows(contents, schedule.get("seq_length")),
+            cut_for=contents.cut_for,
+            pinned=self._pinned(contents),
+        )
+
+    def keywords(self, plan: StepPlan, schedule: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the keywords of a schedule, with the sizes to which rows are padded."""
+        if not plan.pinned:
+            return schedule
+        sizes = {"seq_length": self._banks.largest_shape.max_packed_tokens, "micro_batch_size": 1}
+        others = {name: value for name, value in schedule.items() if name != "decoder_seq_length"}
+        return {**others, **sizes}
+
+    def _pinned(self, contents: _Contents) -> Sequence[tuple[int, PackedBank]]:
+        """Return rows and banks of microbatches whose calls are padded; empty if none is."""
+        if not self.pins_rows or contents.misfit or contents.inputs.packings is None:
+            return ()
+        pairs = zip(contents.inputs.packings, contents.banks, strict=True)
+        return [(sum(own) // b.size, b) for own, b in pairs if b is not None]
 
     def agree_on_buckets(self, packings: Packings) -> list[int]:
         """Choose the smallest length that holds each microbatch on every rank.
@@ -235,7 +270,7 @@ class StepPlans:
         A step that fits no bank uses the schedule's length, announced or not, unless the caller
         passed rows.
         """
-        if not self.has_lengths:
+        if not self.has_lengths or (self.pins_rows and contents.misfit):
             return None
         has_buckets = contents.inputs.buckets is not None
         is_unbanked = contents.misfit and not has_buckets and seq_length not in self.shapes
@@ -310,7 +345,7 @@ class StepPlans:
                 f"rank {self._rank}: the buckets {chosen} of a step do not hold its "
                 f"{len(packings)} microbatches (the smallest that do: {smallest})."
             )
-        if self._banks.fills_rows and not misfit:
+        if self._banks.fills_rows and not (misfit or self.pins_rows):
             for microbatch, (lengths, num_rows) in enumerate(zip(packings, chosen, strict=True)):
                 if sum(lengths) != num_rows:
                     raise ConfigError(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from chunkgraph.engine.decide import StepMode
 from chunkgraph.engine.observer import Counters
+from chunkgraph.engine.step import StepMode
 from chunkgraph.megatron.feature import Feature, Features, LimitedFeature, Shortage
 from chunkgraph.megatron.features.experts.room import RowCounts
 from chunkgraph.megatron.features.rerun import OverflowGuard

@@ -1,0 +1,59 @@
+"""Cycles of reinforcement learning have the bits of the same loop without graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+EAGER = {"capture warmup": 1, "forward only": 1, "nothing replayed": 1}
+"""Eager steps of every loop; one forward-only pass has gradients enabled."""
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(180)]
+
+
+def case_of(make_config: Callable[..., dict[str, Any]], pp: int, vpp: int | None) -> dict[str, Any]:
+    pipeline = {
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": vpp,
+    }
+    config = make_config(
+        model={"layer_spec": "user_specs:packed", "num_layers": 4},
+        pipeline=pipeline,
+        train={"num_microbatches": [2]},
+    )
+    return {"probe": "rl", "config": config, "num_cycles": 4}
+
+
+@pytest.mark.parametrize(("pp", "vpp", "dp"), [(1, None, 2), (2, None, 1), (2, 2, 1)])
+def test_rows_are_pinned_in_training_and_forward_only_steps(
+    run_cases: Callable[..., Any],
+    make_config: Callable[..., Any],
+    pp: int,
+    vpp: int | None,
+    dp: int,
+) -> None:
+    result = run_cases({"loop": case_of(make_config, pp, vpp)}, pp * dp)["loop"]
+    for rank in result["ranks"]:
+        assert rank["different"] == []
+        assert rank["scope"] == "chunk"
+        num_misfits = int(vpp is None)
+        assert rank["fallbacks"].pop("packing overflow", 0) == num_misfits
+        assert rank["fallbacks"] == EAGER
+        assert (rank["sessions"], rank["replayed"]) == (1, 7 - num_misfits)
+        assert (rank["forward_sessions"], rank["forward_replayed"]) == (1, 6)
+        assert rank["eager_calls"] == 0
+    assert (result["ranks"][-1]["in_place"] > 0) is (pp > 1)
+
+
+def test_memory_that_moves_is_captured_again(
+    run_cases: Callable[..., Any], make_config: Callable[..., Any]
+) -> None:
+    case = {**case_of(make_config, 2, None), "moves": True}
+    case["options"] = {"on_moved_memory": "recapture"}
+    for rank in run_cases({"loop": case}, 2)["loop"]["ranks"]:
+        assert rank["different"] == []
+        assert rank["fallbacks"] == {**EAGER, "packing overflow": 1}
+        assert rank["recaptures"] == rank["sessions"] - 1 == 5
+        assert rank["forward_replayed"] == 6
