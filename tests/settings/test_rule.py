@@ -154,7 +154,8 @@ def test_the_rules_of_a_model_ask_for_fields_that_megatron_has() -> None:
     known |= {field.name for field in fields(TransformerConfig)}
     rules = [rule for kind in FEATURES for rule in kind.rules]
     facts = {
-        *("bf16", "element_bytes", "has_transformer_engine", "is_attached", "is_fully_sharded"),
+        *("bf16", "changes_size", "element_bytes", "has_transformer_engine", "is_attached"),
+        "is_fully_sharded",
         *("is_rng_graph_safe", "lengths_in_pipeline", "lengths_of_experts", "num_model_chunks"),
         *("keeps_transposes", "on_gpu", "packed", "page_bytes", "pads_rows", "splits_backward"),
         *("ddp_at_once", "layers_at_once", "use_megatron_fsdp", "use_torch_fsdp2"),
