@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
 from collections.abc import Iterable
 
 REPORT_WIDTH = 80
 """Columns of a report on the terminal."""
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(GiB|GB|MiB|MB)", re.IGNORECASE)
+_SIZE_UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 # Longest value in a message; what follows it has to stay readable.
 _MAX_SHOWN = 200
 _NAME_LENGTH = 80
@@ -63,3 +66,9 @@ def format_bytes(num_bytes: float) -> str:
     power = min(max(0, int(abs(num_bytes)).bit_length() - 1) // 10, len(_BYTE_UNITS) - 1)
     size = num_bytes / 2 ** (10 * power)
     return f"{size:.{1 if power else 0}f} {_BYTE_UNITS[power]}"
+
+
+def parse_bytes(text: str) -> int | None:
+    """Return a size such as ``80GiB`` or ``1.5 GB`` in bytes; None if it is none."""
+    match = _SIZE.fullmatch(text.strip())
+    return None if match is None else int(float(match[1]) * _SIZE_UNITS[match[2].lower()])

@@ -12,6 +12,7 @@ from chunkgraph._text import counted, shorten
 from chunkgraph.cli.arguments import add_config, add_json, prints_json
 from chunkgraph.cli.plan_export import MAX_DRAWN, MAX_EXPORTED, Grid, as_html, as_trace, too_large
 from chunkgraph.cli.plan_memory import add_gpu_memory
+from chunkgraph.cli.plan_pages import add_slots, print_pages
 from chunkgraph.cli.plan_request import EXAMPLE, Request, request_of
 from chunkgraph.cli.plan_tables import (
     as_json,
@@ -69,6 +70,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--compare", action="store_true", help="compare all schedules, and recommend one"
     )
     add_gpu_memory(parser)
+    add_slots(parser)
     add_json(parser)
     for option, what in {
         "--svg": "draw the step",
@@ -120,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
         console = Console(file=stream_next_to(*pictures.values()), highlight=False, markup=False)
         print_rows(console, request, rows)
+        print_pages(console, args, request, rows)
         step = counted(request.num_microbatches, "microbatch")
         console.print(f"One step of {step}", style="bold")
         if grid is None or no_grid is not None:
@@ -135,6 +138,7 @@ def _compare(args: argparse.Namespace, request: Request) -> int:
     from rich.console import Console
 
     wrong = {"--svg": args.svg, "--trace": args.trace, "--json": args.json}
+    wrong |= {"--slots": args.slots, "--max-slot-memory": args.max_slot_memory}
     if args.schedule != "auto" and request.file is None:
         wrong["--schedule"] = args.schedule
     for option in (option for option, value in wrong.items() if value is not None):

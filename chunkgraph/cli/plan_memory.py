@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
 from typing import Any
 
-from chunkgraph._text import shown
+from chunkgraph._text import parse_bytes, shown
 from chunkgraph.slots import ExpertSizes, LatentSizes, ModelSizes
 
-_SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(GiB|GB|MiB|MB)", re.IGNORECASE)
-_UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 _ADAM_BYTES = 8
 _MASTER_BYTES = 4
 _DROPLESS_ROOM = 1.2 * 1.5
@@ -23,17 +20,22 @@ def add_gpu_memory(parser: argparse.ArgumentParser) -> None:
     """Add the option that sets the memory of a GPU."""
     parser.add_argument(
         "--gpu-memory",
-        type=_byte_count,
+        type=byte_count,
         metavar="SIZE",
         help="compare the memory of each rank with that of a GPU, such as 80GiB",
     )
 
 
-def _byte_count(text: str) -> int:
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or not float(match[1]):
+def byte_count(text: str) -> int:
+    """Return the bytes of an argument such as ``80GiB``.
+
+    Raises:
+        ArgumentTypeError: It is no size.
+    """
+    num_bytes = parse_bytes(text)
+    if not num_bytes:
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a size; write it as 80GiB or 80GB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return num_bytes
 
 
 def sizes_of(

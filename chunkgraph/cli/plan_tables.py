@@ -89,7 +89,7 @@ def print_rows(console: Console, request: Request, rows: Sequence[RankRow]) -> N
         for row in rows
     ]
     columns = ("Rank", "Slots per chunk", "Graphs", "Peak in flight", "Bubble ratio")
-    console.print(_table(columns, planned))
+    console.print(table(columns, planned))
     estimates = [(row.plan, row.memory) for row in rows if row.memory is not None]
     if estimates:
         _print_memory(console, estimates)
@@ -130,7 +130,7 @@ def _print_memory(console: Console, estimates: Sequence[tuple[SlotPlan, MemoryEs
             memory.total_bytes,
         )
         cells.append([str(plan.rank), *map(format_bytes, sizes)])
-    console.print(_table(headings, cells))
+    console.print(table(headings, cells))
     plan, memory = max(estimates, key=lambda one: one[1].slot_bytes)
     one_slot = memory.slot_bytes_per_chunk[0]
     kept = format_bytes(memory.slot_bytes + memory.scratch_bytes)
@@ -151,7 +151,7 @@ def _largest_bytes(rows: Sequence[RankRow]) -> int:
     return max((row.memory.total_bytes for row in rows if row.memory is not None), default=0)
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return a table with right-aligned columns."""
     from rich import box
     from rich.table import Table
@@ -244,7 +244,7 @@ def print_comparison(
         for one in compared
     ]
     num_columns = len(headings) if base.memory_bytes else len(headings) - 1
-    console.print(_table(headings[:num_columns], [line[:num_columns] for line in cells]))
+    console.print(table(headings[:num_columns], [line[:num_columns] for line in cells]))
     for omission in base.request.omissions:
         console.print(omission, soft_wrap=True)
     for reason in refused:

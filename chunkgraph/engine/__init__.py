@@ -9,6 +9,7 @@ from chunkgraph.engine.engine import ChunkGraphs
 from chunkgraph.engine.observer import Counters, Observer, ReplayRanges
 from chunkgraph.engine.program import FORWARD_ONLY
 from chunkgraph.engine.step import EagerReason, StepMode, StepPlan
+from chunkgraph.slots import RankSchedule
 
 __all__ = [
     "FORWARD_ONLY",
@@ -23,6 +24,7 @@ __all__ = [
     "GradientMarker",
     "Host",
     "Observer",
+    "RankSchedule",
     "ReplayRanges",
     "StepMode",
     "StepPlan",

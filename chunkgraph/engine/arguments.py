@@ -97,11 +97,10 @@ def default_backend(chunks: Sequence[Chunk], options: CaptureOptions) -> GraphBa
             f"{rank_label(chunks)}: the parameters are on {names}. Put all of them on one device, "
             "or pass ChunkGraphs a backend."
         )
-    device = devices.pop()
+    device, can_sleep = devices.pop(), options.can_sleep or options.has_pages
     if device.type == "cuda":
-        memset_kernels = options.memset_kernels
-        return CUDABackend(device, memset_kernels=memset_kernels, can_sleep=options.can_sleep)
-    return RecorderBackend(can_sleep=options.can_sleep)
+        return CUDABackend(device, memset_kernels=options.memset_kernels, can_sleep=can_sleep)
+    return RecorderBackend(can_sleep=can_sleep)
 
 
 def rank_label(chunks: Sequence[Chunk]) -> str:

@@ -181,6 +181,9 @@ class CaptureOptions:
             stay the same. Ignored if a backend is passed to the engine.
         can_sleep: whether `ChunkGraphs.sleep` can give memory back; each slot is then one range of
             addresses (`chunkgraph.graphs.arena`). Ignored if a backend is passed to the engine.
+        max_slots: most slots of a chunk, the same on all ranks. What more microbatches in flight
+            save moves to pinned memory of the host and back (`chunkgraph.engine.paging`).
+        max_slot_memory: instead, the memory of a rank's slots: ``20GiB``, or a number of bytes.
         verify: how to check replays (for debugging; slow; results stay the same). ``poison``: fill
             scratch and freed slots with NaN around every replay. ``shadow``: compare every replay
             bit for bit with an eager pass on the same inputs and random state, which takes the
@@ -202,6 +205,8 @@ class CaptureOptions:
     shared_slots: bool = False
     memset_kernels: bool = field(default_factory=lambda: _is_on("CHUNKGRAPH_MEMSET_KERNELS"))
     can_sleep: bool = False
+    max_slots: int | None = None
+    max_slot_memory: str | int | None = None
     verify: VerifyMode = "none"
     num_verify_steps: int | None = None
     verify_every: int = 1
@@ -218,6 +223,7 @@ class CaptureOptions:
         self._check_count("num_warmup_steps", 0)
         self._check_count("verify_every", 1)
         self._check_count("num_verify_steps", 0, none="None for all steps")
+        self._check_count("max_slots", 1, none="None for as many as the schedule needs")
 
     def _check_choice(self, name: str, known: Sequence[str]) -> None:
         value = getattr(self, name)
@@ -233,6 +239,11 @@ class CaptureOptions:
             return
         what = f"a whole number, {least} or greater{f', or {none}' if none else ''}"
         raise ConfigError(f"{name} is {shown(value)}; it must be {what}.")
+
+    @property
+    def has_pages(self) -> bool:
+        """Return whether slots may be fewer than microbatches in flight."""
+        return self.max_slots is not None or self.max_slot_memory is not None
 
     def verifies(self, step: int) -> bool:
         """Return whether to verify replayed step ``step`` after the capture, from 0."""

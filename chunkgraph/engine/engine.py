@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from chunkgraph.errors import CaptureError, ConfigError, SlotError
 from chunkgraph.graphs import GraphBackend, Pool
 from chunkgraph.memory import plan_for_slots, pools
 from chunkgraph.optimizer import CapturedOptimizer
-from chunkgraph.slots import plan_slots
+from chunkgraph.slots import RankSchedule, plan_slots
 
 _SAMPLED = (
     EagerReason.CAPTURE_WARMUP,
@@ -66,6 +67,7 @@ class ChunkGraphs:
         agree: lets all ranks decide together; see `Agree`. Required with several processes.
         host: the training loop around the chunks; see `Host`.
         banks: the variants of every slot; see `Banks`. None: a single one.
+        schedule: that of every training step, which paged slots need (``options.max_slots``).
         takes_misfits: whether every training step states on every rank whether its inputs fit
             (`step`, `announce`); the same on all ranks. ``banks.drops_failed`` needs it.
 
@@ -99,9 +101,15 @@ class ChunkGraphs:
         host: Host | None = None,
         banks: Banks | None = None,
         takes_misfits: bool = False,
+        schedule: RankSchedule | None = None,
     ) -> None:
         self.options = options or CaptureOptions()
         self.chunks = arguments.as_chunks(chunks)
+        self._limit: Any = None
+        if self.options.has_pages:  # loaded only if it is needed
+            limit = resolve_name("chunkgraph.engine.paging.limits:SlotLimit")
+            self._limit = limit(self.options, schedule)
+            self.chunks = self._limit.outliving(self.chunks)
         self._num_slots = arguments.check_counts(len(self.chunks), num_slots)
         self._num_together = num_together
         self.counters = Counters()
@@ -150,13 +158,10 @@ class ChunkGraphs:
         self._was_released = False
         self._was_replaced = False  # as of the end of the last step
         self._banks = StepBanks(self._of_banks, len(self.chunks))
-        self._samples = Samples(
-            self._banks,
-            self.chunks,
-            self.options.num_warmup_steps,
-            warns=self._is_training,
-        )
-        self._replayer = Replayer(
+        num_warmup_steps = self.options.num_warmup_steps
+        self._samples = Samples(self._banks, self.chunks, num_warmup_steps, warns=self._is_training)
+        limit = self._limit
+        self._replayer = (Replayer if limit is None else limit.replayer(self.backend))(
             self.chunks,
             self._num_slots,
             self._banks,
@@ -170,7 +175,8 @@ class ChunkGraphs:
             settings=SessionSettings(
                 memory_plan=plan_for_slots(sum(self._num_slots) if self._is_training else 1),
                 shared_slots=self.options.shared_slots,
-                num_together=self._num_together,
+                num_together=self._num_together if limit is None else None,
+                limit=limit.begin if limit is not None else None,
                 host=self._host,
                 # Poison would overwrite what other graphs of a pool keep.
                 idle_pools=self._idle_pools if self.options.verify == "none" else [],
@@ -190,7 +196,7 @@ class ChunkGraphs:
         graphs.options = replace(
             self.options, num_warmup_steps=1, shared_slots=True, on_failure="eager"
         )
-        graphs.counters, graphs._is_training = counters, False
+        graphs.counters, graphs._is_training, graphs._limit = counters, False, None
         graphs._is_replaced = lambda: False
         graphs._decider = StepDecider(
             self._agreement,
@@ -238,6 +244,7 @@ class ChunkGraphs:
             schedule=schedule,
             max_num_microbatches=max_num_microbatches,
         )
+        settings["schedule"] = RankSchedule.of(plan, rank, num_ranks, group_size)
         are_shared = (settings.get("options") or CaptureOptions()).shared_slots
         num_slots = plan.peak_in_flight if are_shared else plan.slots_per_chunk
         return cls(rank_chunks, num_slots, **settings)
@@ -305,6 +312,8 @@ class ChunkGraphs:
                 yield self.mode
             return
         step = self._decider.resolve(StepRequest(shape_key, eager, plan or StepPlan()))
+        if self._limit is not None and not eager:
+            self._limit.check(num_microbatches)
         misfit, banks = step.plan.misfit, step.plan.banks
         if not (misfit or eager):
             self._banks.check(banks, num_microbatches)

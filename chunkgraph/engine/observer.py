@@ -188,18 +188,18 @@ class NamedReplays(Observer):
     def begin_step(self, step: int | None) -> None:  # noqa: ARG002
         """Count microbatches from 0 again."""
         self._next = [0] * len(self._names)
-        self._microbatch: dict[tuple[int, int], int] = {}
+        self._microbatch: dict[int, int] = {}  # by turn
 
     def before(self, action: ReplayAction, slot: Slot, tensors: object) -> None:  # noqa: ARG002
         """Count the microbatch of a replay."""
         if action == "F":
             c = slot.chunk
-            self._microbatch[c, slot.index] = self._next[c]
+            self._microbatch[slot.turn] = self._next[c]
             self._next[c] += 1
 
     def microbatch(self, slot: Slot) -> int:
         """Return the microbatch that the slot holds."""
-        return self._microbatch.get((slot.chunk, slot.index), 0)
+        return self._microbatch.get(slot.turn, 0)
 
     def name(self, action: ReplayAction, c: int, microbatch: int) -> str:
         """Return the name of a replay of chunk ``c``."""

@@ -225,7 +225,7 @@ def capture_forward(slot: Slot, own: Isolated, sample: Call) -> Pass:
         own.maker.capture(f"{slot.label} forward", memory.pool, inputs) as graph,
     ):
         forward.forward()
-    memory.live = memory.pool.live() - before
+    memory.live = memory.kept = memory.pool.live() - before
     slot.graphs["F"] = graph
     slot.inputs = StaticInputs([t.detach() for t in inputs], graph.copy_nodes)
     try:

@@ -37,6 +37,8 @@ class Replayer:
         device: Device of the chunks.
     """
 
+    machine_type = SlotMachine
+
     def __init__(
         self,
         chunks: Sequence[Chunk],
@@ -52,7 +54,7 @@ class Replayer:
         self._actions = tuple(chunk.actions for chunk in chunks)
         self._counters = counters
         self._label = rank_label(chunks)
-        self._machine = SlotMachine(num_slots, self._label, are_shared=shared_slots)
+        self._machine = self.machine_type(num_slots, self._label, are_shared=shared_slots)
         # An input of every replayed microbatch. A backward that does not reach it computes only
         # some of the gradients.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -72,7 +74,8 @@ class Replayer:
         self._captured = captured
         report = captured.report
         latest_turn = self._machine.latest_turn
-        self._machine = SlotMachine(report.num_slots, self._label, are_shared=report.shared_slots)
+        counts, are_shared = report.num_slots, report.shared_slots
+        self._machine = self.machine_type(counts, self._label, are_shared=are_shared)
         self._machine.latest_turn = latest_turn  # backwards of earlier captures stay refused
         trained = [set(map(id, sinks.parameters)) for sinks in captured.sinks]
         self._sharing = [{c for c, of in enumerate(trained) if own & of} for own in trained]
@@ -247,13 +250,16 @@ class Replayer:
 
     def replay_backward(
         self, slot: Slot, turn: int, grads: tuple[torch.Tensor | None, ...]
-    ) -> None:
+    ) -> list[torch.Tensor]:
         """Load output gradients and replay; free the slot, unless further actions wait.
 
         Args:
             slot: The slot of the microbatch.
             turn: The slot's turn at the forward of this backward.
             grads: Gradients of the outputs.
+
+        Returns:
+            The gradients of the inputs, for autograd.
         """
         c = slot.chunk
         self._machine.begin_backward(c, slot.index, turn)
@@ -285,13 +291,14 @@ class Replayer:
         output_grads.load(grads)
         if action in slot.graphs:
             slot.graphs[action].replay()
-        for observer in self._observers:
-            observer.after(action, slot)
         if later:
             self._machine.await_last(c, slot.index)
             self._awaiting_last[c, slot.index] = slot
         else:
             self._machine.release(c, slot.index)
+        for observer in self._observers:
+            observer.after(action, slot)
+        return slot.input_grads.hand_out()
 
     def _note_pass(self, slot: Slot) -> None:
         """Record that the running backward pass enters a microbatch of the slot's chunk.
@@ -334,13 +341,14 @@ class Replayer:
         for observer in self._observers:
             observer.before(action, slot, ())
         slot.graphs[action].replay()
+        self._machine.release(c, index)
         for observer in self._observers:
             observer.after(action, slot)
-        self._machine.release(c, index)
 
-    def _acquire(self, c: int, key: Hashable) -> Slot:
+    def _acquire(self, c: int, key: Hashable, number: int | None = None) -> Slot:
         assert self._captured is not None
-        slot = self._captured.banks[key].slots[c][self._machine.acquire_forward(c)]
+        number = self._machine.acquire_forward(c) if number is None else number
+        slot = self._captured.banks[key].slots[c][number]
         slot.turn = self._machine.latest_turn
         self._has_replayed = True
         self._banks.advance(c)
@@ -416,8 +424,7 @@ class _SlotReplay(torch.autograd.Function):
                 "differentiated again, which a replay does not compute.\n  To do: leave "
                 "create_graph out, or ask for an eager step (`step(eager=True)`)."
             )
-        runner.replay_backward(slot, turn, grads)
-        return (None, None, None, *slot.input_grads.hand_out(), None)
+        return (None, None, None, *runner.replay_backward(slot, turn, grads), None)
 
 
 _replay_node: Callable[..., Any] = super(torch.autograd.Function, _SlotReplay).apply

@@ -27,12 +27,14 @@ class SlotMemory:
         pool: the graphs' own memory, which all variants share.
         statics: memory outside of pools that the graphs read, which all variants share.
         live: the memory of ``pool`` that must survive from a forward to its last action.
+        kept: the part of it that the forward wrote, for the next action.
     """
 
     slot_id: Hashable
     pool: Pool
     statics: SlotStatics
     live: AddressRanges = field(default_factory=AddressRanges)
+    kept: AddressRanges = field(default_factory=AddressRanges)
 
 
 @dataclass(eq=False)
@@ -83,6 +85,9 @@ class StaticInputs:
     Args:
         tensors: the tensors, one for each tensor argument.
         nodes: the graph's copies to them; empty if it makes none.
+
+    Attributes:
+        sources: the constant tensor from which each was last loaded, or None.
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class StaticInputs:
             )
         ]
         self._addresses = {t.data_ptr() for t in tensors}
-        self._sources: list[LoadedSource | None] = [None] * len(tensors)
+        self.sources: list[LoadedSource | None] = [None] * len(tensors)
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         """Load a call's tensors, except those that are already there.
@@ -110,7 +115,7 @@ class StaticInputs:
         writes static inputs. They lie outside all pools, so neither replays nor poison reach them;
         a tensor received into one is passed here, which forgets the source.
         """
-        sources = self._sources
+        sources = self.sources
         statics: list[torch.Tensor] = []
         copied: list[torch.Tensor] = []
         for i, address, stride, static, node in self._places:
@@ -149,7 +154,7 @@ class StaticInputs:
 
     def forget_sources(self) -> None:
         """Load every tensor again next time: after a receive without its forward, or a sleep."""
-        self._sources = [None] * len(self.tensors)
+        self.sources = [None] * len(self.tensors)
 
 
 class Outputs:

@@ -3,6 +3,7 @@
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges, Pool, tensor_at
 from chunkgraph.graphs.allocations import Allocation, block_bytes
 from chunkgraph.graphs.contract import CopyNode, Graph, GraphBackend
+from chunkgraph.graphs.copies import Copier
 from chunkgraph.graphs.cuda import CUDABackend
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.operators import storage_address
@@ -13,6 +14,7 @@ __all__ = [
     "AddressRanges",
     "Allocation",
     "CUDABackend",
+    "Copier",
     "CopyNode",
     "Graph",
     "GraphBackend",

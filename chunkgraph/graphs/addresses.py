@@ -135,6 +135,14 @@ class Pool(Protocol):
         """Return the addresses of all memory of the pool."""
 
     @abstractmethod
+    def relative(self, ranges: AddressRanges) -> list[tuple[int, AddressRange]] | None:
+        """Return each range with its offset in the pool's memory, in ascending order.
+
+        Its segments count as if each followed the one allocated before it. None: the order of the
+        segments is unknown, as without an arena (``can_sleep``).
+        """
+
+    @abstractmethod
     def alias(self, start: int, num_bytes: int) -> torch.UntypedStorage:
         """Return a storage on the pool's memory that keeps no block in use."""
 

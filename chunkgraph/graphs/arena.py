@@ -78,6 +78,7 @@ class Arena:
     Attributes:
         allocator: What serves a `torch.cuda.MemPool` from the arena.
         num_segments: Number of segments that torch has.
+        start: Its first address; 0 once it is closed.
     """
 
     def __init__(self, device: int) -> None:
@@ -90,7 +91,7 @@ class Arena:
         self._grain = grain.value
         self._num_bytes = self._rounded(torch.cuda.mem_get_info(device)[1])
         _call("cuMemAddressReserve", ctypes.byref(start), self._num_bytes, 0, 0, 0)
-        self._start = self._end = self._mapped_end = start.value
+        self.start = self._end = self._mapped_end = start.value
         self._mappings: list[tuple[int, int]] = []  # start and bytes
         self._is_retired = False
         self.num_segments = 0
@@ -122,8 +123,8 @@ class Arena:
         Raises:
             torch.OutOfMemoryError: too little memory of the device is free; the arena sleeps.
         """
-        if self._mapped_end > self._start:
-            self._map(self._start, self._mapped_end - self._start)
+        if self._mapped_end > self.start:
+            self._map(self.start, self._mapped_end - self.start)
 
     def retire(self) -> None:
         """Free the addresses as soon as torch has returned all segments."""
@@ -161,9 +162,9 @@ class Arena:
         self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        if self._is_retired and not self.num_segments and self._start:
+        if self._is_retired and not self.num_segments and self.start:
             if self._mappings:
                 _call("cuCtxSynchronize")
             self.sleep()
-            _call("cuMemAddressFree", self._start, self._num_bytes)
-            self._start = 0
+            _call("cuMemAddressFree", self.start, self._num_bytes)
+            self.start = 0

@@ -16,6 +16,7 @@ import torch
 
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges, Pool
 from chunkgraph.graphs.allocations import AllocationLog
+from chunkgraph.graphs.copies import Copier
 
 
 class CopyNode(Protocol):
@@ -111,6 +112,10 @@ class GraphBackend(Protocol):
         Raises:
             CaptureError: A graph cannot hold the work; the graph and its allocations are freed.
         """
+
+    def new_copier(self) -> Copier:
+        """Return what copies between slots and the host."""
+        return Copier()
 
     def on_capture_stream(self) -> AbstractContextManager[None]:
         """Run eager work on the stream that captures use (capture warmup)."""

@@ -20,6 +20,7 @@ from chunkgraph.graphs.addresses import AddressRange, AddressRanges, Pool
 from chunkgraph.graphs.arena import check_environment
 from chunkgraph.graphs.capture_mode import CaptureMode, HostMemory
 from chunkgraph.graphs.contract import GraphBackend
+from chunkgraph.graphs.copies import CudaCopier
 from chunkgraph.graphs.cuda_pool import CudaAllocations, CUDAPool
 from chunkgraph.graphs.failure import capture_failure
 from chunkgraph.graphs.graph_nodes import CudaCopyNode, GraphEditor
@@ -182,6 +183,10 @@ class CUDABackend(GraphBackend):
     def new_pool(self, label: str) -> CUDAPool:
         """Return a new private pool."""
         return CUDAPool(label, self.device, self.stream, can_sleep=self.can_sleep)
+
+    def new_copier(self) -> CudaCopier:
+        """See `GraphBackend`."""
+        return CudaCopier(self.device)
 
     @contextmanager
     def capture(

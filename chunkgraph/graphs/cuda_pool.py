@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.graphs.addresses import AddressRanges, Pool, tensor_at
+from chunkgraph.graphs.addresses import AddressRange, AddressRanges, Pool, tensor_at
 from chunkgraph.graphs.allocations import Allocation, AllocationLog
 from chunkgraph.graphs.arena import Arena
 
@@ -111,6 +111,12 @@ class CUDAPool(Pool):
         return AddressRanges(
             (s["address"], s["address"] + s["total_size"]) for s in self._segments()
         )
+
+    def relative(self, ranges: AddressRanges) -> list[tuple[int, AddressRange]] | None:
+        """See `Pool.relative`."""
+        if self._arena is None:
+            return None
+        return [(r.start - self._arena.start, r) for r in ranges]
 
     def _segments(self) -> list[dict]:
         pool_id = tuple(self.handle)

@@ -34,7 +34,8 @@ _QUANTIZED = "whether a layer renews its quantized weights is Python state, froz
 _LOGITS = "it reads the largest attention logits of each microbatch in Python"
 _TURNED_OFF = {
     "fine_grained_activation_offloading": (
-        "activations are in the graphs' memory on the GPU, which must hold those of all slots"
+        "activations are in the graphs' memory on the GPU; --cuda-graph-max-slot-memory moves them "
+        "to the host"
     ),
     "delay_wgrad_compute": "a backward graph computes weight gradients too",
 }
@@ -323,6 +324,7 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
         "data_parallel_size": _num_copies(args),
         "element_bytes": 2 if _is_on(args, "bf16") or _is_on(args, "fp16") else 4,
         "has_transformer_engine": True,  # `attach` looks for packages
+        "max_slot_memory": flags.capture.max_slot_memory,
         "hybrid_layer_pattern": getattr(args, "hybrid_layer_pattern", None)
         or getattr(args, "hybrid_override_pattern", None),
         "inference_cuda_graph_scope": None if inference_scope == "none" else inference_scope,

@@ -200,6 +200,7 @@ class MegatronChunkGraphs:
             takes_misfits=features.plans is not None,
             banks=Banks() if features.plans is None else features.plans.banks,
             backend=backend,
+            schedule=site.rank_schedule,
         )
         if features.only_training:
             engine.forward_only.why_not = f"they have {features.only_training}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from chunkgraph.megatron.model_part import (
 )
 from chunkgraph.megatron.pipeline.choice import PipelinePlace, PipelineSchedule
 from chunkgraph.megatron.refusals import facts_of_model
+from chunkgraph.schedules import megatron_schedule
 from chunkgraph.settings.rule import Facts
+from chunkgraph.slots import RankSchedule
 
 _TRACERS = (
     "megatron.core.transformer.moe.router_trace",
@@ -94,6 +97,8 @@ class Site:
             "is_attached": True,
             "num_model_chunks": len(self.chunks),
             "num_warmup_steps": self.options.num_warmup_steps,
+            "max_slot_memory": self.options.max_slot_memory
+            or (self.options.max_slots and f"{self.options.max_slots} slots"),
             "on_gpu": self.device.type == "cuda",
             "schedule": self.requested_schedule,
             "scope": self.requested_scope,
@@ -112,6 +117,7 @@ class Site:
             "num_warmup_steps": self.options.num_warmup_steps,
             "on_failure": self.options.on_failure,
             "on_moved_memory": self.options.on_moved_memory,
+            "max_slots": self.options.max_slots,
             "token_drops": self.feature_options["token_drops"],
             "packing": self.feature_options["packing"],
         }
@@ -142,6 +148,15 @@ class Site:
         if slots is None:
             slots = self.place.num_slots(self.schedule, are_shared=self.options.shared_slots)
         self.num_slots = check_counts(len(self.parts), slots)
+
+    @property
+    def rank_schedule(self) -> RankSchedule:
+        """Return the schedule of training steps."""
+        place = self.place
+        sizes = place.pipeline_size, place.num_chunks
+        own = partial(megatron_schedule, *sizes, group_size=place.group_size)
+        build = own if self.schedule is None else self.schedule.build
+        return RankSchedule(build, place.pipeline_rank)
 
     @property
     def lends_input_grads(self) -> list[bool]:

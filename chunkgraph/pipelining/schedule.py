@@ -25,8 +25,10 @@ from chunkgraph.engine.split import WeightBackwards
 from chunkgraph.errors import ChunkGraphError, ConfigError, ReplayMismatchError
 from chunkgraph.pipelining.data_parallel import refuse_too_few_steps
 from chunkgraph.pipelining.receives import ReceiveMemory
-from chunkgraph.pipelining.slots import ScheduleSlots, slots_of
+from chunkgraph.pipelining.slots import ScheduleSlots, actions_of, slots_of
 from chunkgraph.pipelining.stage import GraphedLoss, StageReplays, graphed
+from chunkgraph.schedules import Schedule
+from chunkgraph.slots import RankSchedule
 
 _OTHER_SHAPES = (
     "A GraphedSchedule takes no shape_key, and its stages receive one shape, in eager steps too. "
@@ -212,6 +214,13 @@ class GraphedSchedule:
         self._kept[count] = schedule
         return slots_of(schedule, self._stages[0].num_stages, count)
 
+    def _actions(self, count: int) -> Schedule:
+        """Return the actions of all ranks in a training step, by which pages are planned."""
+        schedule = self._kept.get(count)
+        first = self._stages[0]
+        num_ranks = first.num_stages // len(self._stages)
+        return actions_of(schedule or self._new(count), num_ranks, count)
+
     def _new(self, count: int) -> Any:
         """Create the schedule for a count; check that it has that count and the captured stages."""
         try:
@@ -281,6 +290,7 @@ class GraphedSchedule:
             num_together=num_together,
             options=options,
             agree=self._agree,
+            schedule=RankSchedule(self._actions, first.group_rank) if options.has_pages else None,
             **settings,
         )
         weights = WeightBackwards(graphs)

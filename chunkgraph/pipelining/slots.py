@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.pipelining import Schedule1F1B
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.schedules import Action, Op
+from chunkgraph.schedules import Action, Op, Schedule, build_schedule, validate
 from chunkgraph.slots import in_flight
 
 _OPS = {"FORWARD": Op.F, "FULL_BACKWARD": Op.B, "BACKWARD_INPUT": Op.I, "BACKWARD_WEIGHT": Op.W}
@@ -75,6 +75,22 @@ def slots_of(schedule: Any, num_stages: int, num_microbatches: int) -> ScheduleS
         of_stage = dict(enumerate(counts.per_chunk))
         slots |= ScheduleSlots(of_stage, {rank: counts.together}, is_split)
     return slots
+
+
+def actions_of(schedule: Any, num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return the actions of all ranks of a schedule whose slots were counted.
+
+    Raises:
+        ScheduleError: Its stages are not placed in a loop or a V.
+    """
+    if isinstance(schedule, Schedule1F1B):
+        return build_schedule("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches)
+    order = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
+    rows = [[str(action) for action in _computations(order[rank])] for rank in range(num_ranks)]
+    name = type(schedule).__name__
+    actions = Schedule.from_csv("\n".join(map(",".join, rows)), name=name)
+    validate(actions)
+    return actions
 
 
 def _check_order(actions: Iterable[Action]) -> None:

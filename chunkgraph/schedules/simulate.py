@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from chunkgraph.errors import ScheduleError
 from chunkgraph.schedules.action import Action, Op
@@ -29,6 +30,10 @@ class CostModel:
     """W."""
     send_ms: float = 0.0
     """From the end of an action to the arrival of its tensor on another rank."""
+    page_out_ms: float = 3.25
+    """From a slot to the host, of all that a forward saved (`chunkgraph.slots.plan_pages`)."""
+    page_in_ms: float = 3.25
+    """Back into a slot."""
 
     def __post_init__(self) -> None:
         for op in (Op.F, Op.B, Op.I, Op.W):
@@ -36,8 +41,9 @@ class CostModel:
                 raise ScheduleError(
                     f"cost of {op.value} is {self.duration_ms(op)} ms, but must be above 0"
                 )
-        if not self.send_ms >= 0:
-            raise ScheduleError(f"send_ms is {self.send_ms}, but must not be negative")
+        for name in ("send_ms", "page_out_ms", "page_in_ms"):
+            if not getattr(self, name) >= 0:
+                raise ScheduleError(f"{name} is {getattr(self, name)}, but must not be negative")
 
     def duration_ms(self, op: Op) -> float:
         """Return the duration of a compute operation."""
@@ -52,6 +58,8 @@ class CostModel:
             input_grad_ms=self.input_grad_ms * factor,
             weight_grad_ms=self.weight_grad_ms * factor,
             send_ms=self.send_ms,
+            page_out_ms=self.page_out_ms * factor,
+            page_in_ms=self.page_in_ms * factor,
         )
 
 
@@ -93,8 +101,20 @@ class Simulation:
         return 1.0 - self.busy_ms(rank) / self.makespan_ms if self.makespan_ms else 0.0
 
 
+class Clock(Protocol):
+    """Delays the actions of a rank, such as by copies of pages."""
+
+    def start_ms(self, position: int, earliest_ms: float) -> float:
+        """Return when the action at a position can start, at ``earliest_ms`` or later."""
+
+    def ended(self, position: int, end_ms: float) -> None:
+        """Note that the action at a position has ended."""
+
+
 def simulate(
-    schedule: Schedule, costs: CostModel | Mapping[int, CostModel] | None = None
+    schedule: Schedule,
+    costs: CostModel | Mapping[int, CostModel] | None = None,
+    clocks: Mapping[int, Clock] | None = None,
 ) -> Simulation:
     """Compute the start and end of every compute action.
 
@@ -108,6 +128,7 @@ def simulate(
     Args:
         schedule: a valid schedule.
         costs: duration of each operation, for all stages or by stage; None: ``CostModel()``.
+        clocks: delays of ranks.
 
     Raises:
         ScheduleError: the schedule is not valid.
@@ -126,7 +147,12 @@ def simulate(
             stage = event[1]
             send_ms = 0.0 if schedule.rank_of(stage) == rank else costs[stage].send_ms
             start = max(start, end_ms[event] + send_ms)
+        clock = clocks.get(rank) if clocks is not None else None
+        if clock is not None:
+            start = clock.start_ms(position, start)
         span = Span(action, start, start + costs[action.stage].duration_ms(action.op))
+        if clock is not None:
+            clock.ended(position, span.end_ms)
         spans[rank].append(span)
         end_ms[event_of(action)] = span.end_ms
     return Simulation(schedule, tuple(tuple(done) for done in spans))

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, StrictBool
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, StrictBool
 
+from chunkgraph._text import parse_bytes
 from chunkgraph.packing import ContextLimits
 from chunkgraph.packing.seq_counts import default_seq_buckets
 
@@ -22,6 +23,15 @@ Count = Annotated[int, Field(strict=True, gt=0, lt=_END)]
 Natural = Annotated[int, Field(strict=True, ge=0, lt=_END)]
 Positive = Annotated[float, Field(strict=True, gt=0)]
 NotNegative = Annotated[float, Field(strict=True, ge=0)]
+
+
+def _is_size(text: str) -> str:
+    if not parse_bytes(text):
+        raise ValueError("write a size as 80GiB or 80GB")
+    return text
+
+
+Size = Annotated[str, AfterValidator(_is_size)]
 
 
 @dataclass(frozen=True)
@@ -234,9 +244,8 @@ class PackingConfig(Section):
         Annotated[tuple[Natural, ...], Strict(False)] | None,
         Flag("--cuda-graph-packed-seq-buckets"),
     ] = None
-    """Smaller sequence counts to capture as well: attention takes time for empty sequences. Null:
-    powers of two from 64 (32 for at most 1024 rows per rank) to half of max_packed_seqs. Empty:
-    none."""
+    """Smaller sequence counts to capture as well, since attention takes time for empty sequences.
+    Null: powers of two from 64 (32 for at most 1024 rows per rank) to half of max_packed_seqs."""
     context_parallel_sizes: Annotated[
         tuple[int, ...], Strict(False), Flag("--cuda-graph-cp-sizes")
     ] = ()
@@ -263,16 +272,17 @@ class CaptureConfig(Section):
     enabled: StrictBool = True
     """Capture chunks as graphs. False trains eagerly through the same code."""
     scope: Annotated[Literal["auto", "block", "chunk"], Flag("--cuda-graph-chunk-scope")] = "auto"
-    """What a graph holds: the transformer block, the whole chunk with embedding, output layer and
-    loss, or the chunk where it can be captured (auto)."""
+    """What a graph holds: the transformer block, or the whole chunk with embedding, output layer
+    and loss. auto: the chunk if possible."""
     num_warmup_steps: Natural = 1
     """Eager training steps before the capture."""
+    max_slot_memory: Annotated[Size | None, Flag("--cuda-graph-max-slot-memory")] = None
+    """Most memory of a rank's slots (20GiB); the rest moves to the host."""
     verify: Annotated[Literal["none", "poison", "shadow"], Flag("--cuda-graph-verify")] = "none"
     """How to check replays, slowly: fill freed memory with NaN (poison), or compare every replay
     with an eager pass (shadow)."""
     optimizer: Annotated[StrictBool, Flag("--cuda-graph-optimizer")] = True
-    """Capture the optimizer's step around Adam too (norm, clipping, cast of parameters), if a graph
-    can hold it."""
+    """Capture the optimizer's norm, clipping and cast of parameters too, if a graph can hold it."""
     on_failure: Annotated[Literal["raise", "eager"], Flag("--cuda-graph-on-failure")] = "raise"
     """After a capture that failed on any rank: raise the error, or train eagerly."""
 
@@ -288,7 +298,7 @@ class StashConfig(Section):
     switch = "enabled"
 
     enabled: Annotated[StrictBool, Flag("--cuda-graph-stash")] = False
-    """Store activations that experts save in pages, for rows with a token."""
+    """Keep what experts save in pages, for rows with a token."""
     initial_bytes: Natural | None = None
     """Bytes of pages to begin with. Null: 1.1 times what the eager steps before the capture
     used."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .estimate import ExpertSizes, LatentSizes, MemoryEstimate, ModelSizes, estimate_memory
 from .machine import SlotMachine
+from .pages import Page, PageClock, PagePlan, RankSchedule, least_slots, plan_pages, split_actions
 from .plan import SlotPlan, assign_slots, in_flight, plan_schedule, plan_slots
 
 __all__ = [
@@ -14,11 +15,18 @@ __all__ = [
     "LatentSizes",
     "MemoryEstimate",
     "ModelSizes",
+    "Page",
+    "PageClock",
+    "PagePlan",
+    "RankSchedule",
     "SlotMachine",
     "SlotPlan",
     "assign_slots",
     "estimate_memory",
     "in_flight",
+    "least_slots",
+    "plan_pages",
     "plan_schedule",
     "plan_slots",
+    "split_actions",
 ]

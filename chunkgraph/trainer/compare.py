@@ -111,7 +111,7 @@ def _totals(model: TrainedModel) -> dict[str, Any]:
         "overflow_reruns": dict(counters.overflow_reruns),
         "recaptures": list(counters.recaptures),
         "missing_banks": dict(counters.missing_banks),
-        "slots_per_chunk": graphs.num_slots if graphs else (),
+        "slots_per_chunk": report.num_slots if report else graphs.num_slots if graphs else (),
         "replays_of_bank": graphs.replays_of_bank if graphs else {},
         "dropped_tokens": sum(dropped_tokens(graphs, wait=True).values()) if graphs else 0,
         "num_graphs": report.num_graphs if report else 0,

@@ -49,6 +49,36 @@ def new_input(backend: GraphBackend) -> torch.Tensor:
     return torch.randn(4, 16, device=backend.device)
 
 
+def test_copies_run_in_both_directions_behind_their_marks(backend: GraphBackend) -> None:
+    copier, source = backend.new_copier(), torch.arange(200, device=backend.device).to(torch.uint8)
+    expected, back, memory = source.cpu().clone(), torch.zeros_like(source), copier.host_memory(200)
+    out = copier.copy([(memory, source)], [copier.mark()], to_host=True, dead=[source])
+    copier.wait(copier.copy([(back, memory)], [out, copier.mark()], to_host=False))
+    assert torch.equal(back.cpu(), expected)
+    if backend.name == "recorder":
+        assert bool((source == 0xFF).all()), "what leaves is poisoned"
+        late = copier.copy([(back, source)], [], to_host=False)
+        assert torch.equal(back, expected), "a copy waits until somebody waits for it"
+        copier.wait(late)
+        assert torch.equal(back, source)
+
+
+def test_equal_captures_keep_memory_at_equal_offsets(backend: GraphBackend) -> None:
+    module, x = make_module(backend), new_input(backend).requires_grad_()
+    layouts, kept = [], []
+    for number in range(2):
+        pool = backend.new_pool(f"pool {number}")
+        pool.reserve(1 << 16)
+        with backend.capture(f"forward {number}", pool):
+            kept.append(module(x))
+        places = pool.relative(pool.live())
+        if not backend.can_sleep:
+            assert places is None
+            return
+        layouts.append([(offset, place.end - place.start) for offset, place in places])
+    assert layouts[0] == layouts[1] != []
+
+
 def test_replay_computes_from_current_inputs_into_fixed_memory(backend: GraphBackend) -> None:
     module, x = make_module(backend), new_input(backend)
     with torch.no_grad(), capturing(backend, "forward") as graph:

@@ -61,6 +61,7 @@ CHANGES: dict[str, dict[str, list[str]]] = {
         "enabled": ["enabled=false"],
         "scope": ["scope=chunk"],
         "num_warmup_steps": ["num_warmup_steps=3"],
+        "max_slot_memory": ["max_slot_memory=20GiB"],
         "verify": ["verify=poison"],
         "on_failure": ["on_failure=eager"],
         "optimizer": ["optimizer=false"],

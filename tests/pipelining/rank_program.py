@@ -180,6 +180,7 @@ CASES = {
             counts=(4, 6),
         ),
         Case("csv", "ScheduleInterleaved1F1B", 2, csv=True),
+        Case("interleaved paged", "ScheduleInterleaved1F1B", 2, options={"max_slots": 2}),
         *_FROZEN,
         *_LORA,
     ],
@@ -190,6 +191,17 @@ CASES = {
         Case("interleaved zero bubble", "ScheduleInterleavedZeroBubble", 2),
         Case("zero bubble v", "ScheduleZBVZeroBubble", 2),
         Case("dual pipe v", "ScheduleDualPipeV", 2, counts=MORE),
+        Case("1f1b paged", "Schedule1F1B", options={"max_slots": 2}),
+        Case(
+            "frozen first paged",
+            "ScheduleInterleaved1F1B",
+            2,
+            frozen=(0,),
+            options={"max_slots": 2, "can_sleep": True},
+        ),
+        Case("zero bubble paged", "ScheduleInterleavedZeroBubble", 2, options={"max_slots": 5}),
+        Case("zero bubble v paged", "ScheduleZBVZeroBubble", 2, options={"max_slots": 4}),
+        Case("dual pipe v paged", "ScheduleDualPipeV", 2, MORE, {"max_slots": 2}),
         Case(
             "data parallel",
             "Schedule1F1B",
@@ -470,7 +482,10 @@ def compare(case: Case, place: Place, folder: Path) -> dict[str, Any]:
         "pairs": (
             slots.of_rank[place.rank] * len(indices)
             if shared
-            else sum(1 if i in alone else slots.of_stage[i] for i in indices)
+            else sum(
+                1 if i in alone else min(n, case.options.get("max_slots") or n)
+                for i, n in ((i, slots.of_stage[i]) for i in indices)
+            )
         ),
         "inputs elsewhere": [getattr(s, "num_elsewhere", 0) for s in run.stages],
         "receive buffers": [num_receive_buffers(r.stages) for r in (eager, run)],

@@ -20,7 +20,8 @@ OTHER_ORDER = ("looped bfs",)
 # This trains another model.
 OTHER_MODEL = ("1f1b kwargs",)
 FEW = (
-    "1f1b,gpipe,csv,interleaved,interleaved zero bubble,zero bubble v,frozen first 1f1b,"
+    "1f1b,gpipe,csv,interleaved,interleaved paged,interleaved zero bubble,zero bubble v,"
+    "frozen first 1f1b,"
     "frozen middle interleaved,frozen first interleaved,frozen first zero bubble"
 )
 
@@ -55,7 +56,9 @@ def test_schedules_are_equal_to_eager(size: int, only: str, tmp_path: Path) -> N
     for name in ranks[0]:
         of_case = [results[name] for results in ranks]
         check(f"{name} on {size} ranks", of_case)
-        if name in OTHER_ORDER + OTHER_MODEL or "data" in name or name.startswith("lora all"):
+        others = OTHER_ORDER + OTHER_MODEL
+        is_other = name in others or "data" in name or name.endswith("first paged")
+        if is_other or name.startswith("lora all"):
             continue
         if name.startswith(("frozen", "lora")):
             references = " ".join((*name.split()[:2], "interleaved")), name
@@ -82,7 +85,7 @@ def check(name: str, ranks: list[dict[str, Any]]) -> None:
         if not name.startswith(("frozen first zero bubble", "lora last zero bubble")):
             assert all(result["equal"]), f"{where}: {result['equal']}"
             assert result["parameters equal"], where
-        assert not any(result["inputs elsewhere"]), where
+        assert "paged" in name or not any(result["inputs elsewhere"]), where
         of_torch, ours = result["receive buffers"]
         assert ours == 0, where
         is_alone = result["num forwards alone"] > 0  # it may receive nothing

@@ -76,6 +76,7 @@ class GraphSet:
         markers: what follows the gradients of each slot.
         warm_ups: measurements of the eager passes, by bank and chunk, without the passes.
         saved: the tensors that each slot's forward keeps for its backward.
+        paged: the chunks with fewer slots than microbatches in flight.
     """
 
     banks: dict[Hashable, Bank]
@@ -86,6 +87,7 @@ class GraphSet:
     markers: Mapping[Slot, GradientMarker]
     warm_ups: Mapping[tuple[Hashable, int], WarmUp]
     saved: Mapping[SlotKey, tuple[SavedTensor, ...]]
+    paged: frozenset[int] = frozenset()
     _kept: list[torch.Tensor | None] = field(default_factory=list)
 
     @property

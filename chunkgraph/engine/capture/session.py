@@ -27,6 +27,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from operator import mul
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,6 +76,7 @@ class SessionSettings:
         memory_plan: see `chunkgraph.memory.pools`.
         shared_slots: see `CaptureOptions`.
         num_together: see `ChunkGraphs`.
+        limit: begins the trial of fewer slots (`chunkgraph.engine.paging`); None: there is none.
         prove: check that slots do not overlap; False lets tests see what the verify modes detect.
         progress: called after every captured graph.
         begin_part: see `BeginPart`.
@@ -88,6 +90,7 @@ class SessionSettings:
     memory_plan: MemoryPlan = "shared_backward"
     shared_slots: bool = False
     num_together: int | None = None
+    limit: Callable[[Session], Any] | None = None
     prove: bool = True
     progress: OnCapture | None = None
     begin_part: BeginPart = lambda _: None
@@ -140,7 +143,7 @@ def capture_session(
     return captured
 
 
-class _Session:
+class Session:
     """State that the phases of one session share.
 
     Args:
@@ -164,6 +167,7 @@ class _Session:
         markers: what follows the gradients of each slot.
         num_done: number of graphs captured so far.
         saved: the tensors that each slot's forward keeps, by bank, chunk and slot.
+        trial: what ``settings.limit`` began.
     """
 
     def __init__(
@@ -193,6 +197,7 @@ class _Session:
         self.markers: dict[Slot, GradientMarker] = {}
         self.num_done = 0
         self.saved: dict[SlotKey, tuple[SavedTensor, ...]] = {}
+        self.trial: Any = None
 
     def variants(self) -> list[list[tuple[Hashable, int]]]:
         """Return banks and chunks in the order of capture.
@@ -241,7 +246,7 @@ def _run(
 ) -> GraphSet:
     """Run all phases of a session."""
     start = time.perf_counter()
-    session = _Session(chunks, num_slots, samples, settings, maker)
+    session = Session(chunks, num_slots, samples, settings, maker)
     try:
         with ExitStack() as stack:
             _enter(session, stack)
@@ -252,11 +257,13 @@ def _run(
                 # No comprehensions: their references outlive the frames of a failed session.
                 for key, c in group:
                     for s in range(session.num_slots[c]):
-                        with settings.host.preserving():  # on a CPU, captures run
-                            slot = _new_slot(session, key, c, s)
-                            _capture_backward(session, slot, _capture_forward(session, slot))
+                        slot = capture_slot(session, key, c, s)
                         if s == 0:
                             _test(session, slot)
+                    if session.trial is not None:
+                        session.trial.test(key, c)
+            if session.trial is not None:
+                session.trial.finish()
             _prove(session)
     except BaseException:
         for slot in session.slots:
@@ -278,10 +285,11 @@ def _run(
             for c, warm in enumerate(of)
         },
         session.saved,
+        session.trial.paged if session.trial is not None else frozenset(),
     )
 
 
-def _enter(session: _Session, stack: ExitStack) -> None:
+def _enter(session: Session, stack: ExitStack) -> None:
     """Isolate the model, random state and memory from training until ``stack`` is closed."""
     backend, settings = session.backend, session.settings
     for chunk in session.chunks:
@@ -304,7 +312,7 @@ def _enter(session: _Session, stack: ExitStack) -> None:
     backend.release_cached_memory()
 
 
-def _warm_up(session: _Session) -> None:
+def _warm_up(session: Session) -> None:
     """Run eager passes of every chunk in every bank on the capture stream."""
     settings = session.settings
     session.backend.take_workspaces()  # else a pass counts them as memory of a slot
@@ -324,11 +332,13 @@ def _warm_up(session: _Session) -> None:
     settings.begin_part(None)
 
 
-def _choose_slots(session: _Session) -> None:
+def _choose_slots(session: Session) -> None:
     """Take one slot for a chunk without a backward; share slots if that takes less memory."""
     if not session.settings.shared_slots:
         pairs = zip(session.chunks, session.num_slots, strict=True)
         session.num_slots = tuple(n if chunk.has_backward else 1 for chunk, n in pairs)
+    if session.settings.limit is not None:
+        session.trial = session.settings.limit(session)
     num_together, held_bytes = session.settings.num_together, session.held_bytes
     if num_together is None or session.settings.shared_slots:
         return
@@ -338,7 +348,7 @@ def _choose_slots(session: _Session) -> None:
         session.settings = replace(session.settings, shared_slots=True)
 
 
-def _make_room(session: _Session) -> None:
+def _make_room(session: Session) -> None:
     """Refuse a session that cannot fit, and give the allocator's cache back to the device."""
     session.bookkeeping = tuple(map(Bookkeeping, session.chunks))
     backend = session.backend
@@ -356,7 +366,15 @@ def _make_room(session: _Session) -> None:
     session.maker.pools.reserve_scratch(max(warm.scratch_bytes for warm in warm_ups))
 
 
-def _capture_forward(session: _Session, slot: Slot) -> Pass:
+def capture_slot(session: Session, key: Hashable, c: int, s: int) -> Slot:
+    """Capture one variant of a slot."""
+    with session.settings.host.preserving():  # on a CPU, captures run
+        slot = _new_slot(session, key, c, s)
+        _capture_backward(session, slot, _capture_forward(session, slot))
+    return slot
+
+
+def _capture_forward(session: Session, slot: Slot) -> Pass:
     """Capture the forward of a slot."""
     c = slot.chunk
     session.settings.begin_part(slot.bank)
@@ -369,12 +387,12 @@ def _capture_forward(session: _Session, slot: Slot) -> Pass:
     return forward
 
 
-def _label(session: _Session, label: str, key: Hashable) -> str:
+def _label(session: Session, label: str, key: Hashable) -> str:
     """Return the name of a chunk or slot in a bank."""
     return label if len(session.samples) == 1 else f"{label}, bank {key}"
 
 
-def _new_slot(session: _Session, key: Hashable, c: int, s: int) -> Slot:
+def _new_slot(session: Session, key: Hashable, c: int, s: int) -> Slot:
     """Return the slot to capture into. Its first variant creates the memory of all variants."""
     shared_slots = session.settings.shared_slots
     label = f"{session.chunks[c].label} slot {s}"
@@ -392,7 +410,7 @@ def _new_slot(session: _Session, key: Hashable, c: int, s: int) -> Slot:
     return Slot(c, s, _label(session, label, key), key, memory)
 
 
-def _capture_backward(session: _Session, slot: Slot, forward: Pass) -> None:
+def _capture_backward(session: Session, slot: Slot, forward: Pass) -> None:
     """Capture the actions after a captured forward."""
     c, chunk = slot.chunk, session.chunks[slot.chunk]
     session.settings.begin_part(slot.bank)
@@ -409,53 +427,73 @@ def _capture_backward(session: _Session, slot: Slot, forward: Pass) -> None:
     finish_slot(slot, forward, own, input_grads)
 
 
-def _test(session: _Session, slot: Slot) -> None:
+def _test(session: Session, slot: Slot) -> None:
     """Replay a slot on the sampled call, and compare it with the eager passes.
+
+    Raises:
+        CaptureError: a tensor differs in all replays; the message names the first layer.
+    """
+    session.settings.begin_part(slot.bank)  # all ranks replay, or none
+    what, layer = differing_replay(session, slot, lambda: slot)
+    if what:
+        raise wrong_replay(slot.label, what, layer)
+    session.backend.release_cached_memory()
+
+
+def differing_replay(
+    session: Session,
+    slot: Slot,
+    go_on: Callable[[], Slot],
+    fill: Callable[[], None] = lambda: None,
+) -> tuple[str, str]:
+    """Return what differs between replays of a slot and eager passes, and its layer; "" if nothing.
 
     Kernels that rarely repeat their bits may have repeated them in both passes. So a replay that
     differs on any rank is repeated on all: what two replays do not agree on is noise, too, and a
     tensor that one of them repeats is right.
 
-    Raises:
-        CaptureError: a tensor differs in all replays; the message names the first layer.
+    Args:
+        session: the session.
+        slot: the slot whose forward is replayed, after ``fill``.
+        go_on: called next; returns the slot whose backward is replayed.
+        fill: fills the slot's static inputs.
     """
     c, key = slot.chunk, slot.bank
-    session.settings.begin_part(key)  # all ranks replay, or none
     backend, host = session.backend, session.settings.host
     chunk, sinks, warm = session.chunks[c], session.sinks[c], session.warm_ups[key][c]
-    trained = set(slot.trained)
     replays: list[Measured] = []
     for number in range(1, _NUM_REPLAYS + 1):
         sinks.clear()
-        for gradient in slot.output_grads.tensors if slot.output_grads is not None else ():
-            fill_test_gradient(gradient)
         with (
             backend.on_capture_stream(),
             backend.preserve_random_state(host.generators()),
             host.preserving(),
             restoring(writable(chunk, warm.written)),
         ):
-            first, *later = slot.graphs.values()
-            first.replay()
+            fill()
+            slot.graphs[chunk.actions[0]].replay()
             drawn = backend.default_generator, *host.generators()
             measured = Measured.of(slot.outputs.leaves, chunk.buffers, drawn)
             if number == _NUM_REPLAYS:
                 measured = measured.with_saved(session.saved[key, c, slot.index])
-            for graph in later:
+            other = go_on()
+            for gradient in other.output_grads.tensors if other.output_grads is not None else ():
+                fill_test_gradient(gradient)
+            for graph in [*other.graphs.values()][1:]:
                 graph.replay()
+            trained = set(other.trained)
             sums = [sink if i in trained else None for i, sink in enumerate(sinks.buffers)]
-            replays.append(measured.with_backward(slot.input_grads.tensors, sums))
+            replays.append(measured.with_backward(other.input_grads.tensors, sums))
         noise = warm.noise.widened(replays)
         what, layer = difference(chunk, warm.passes, replays, noise)
         if not session.settings.any_rank(bool(what)):
             break
-    if what:
-        raise wrong_replay(slot.label, what, layer)
-    session.warm_ups[key][c] = replace(warm, noise=noise)
-    backend.release_cached_memory()
+    if not what:
+        session.warm_ups[key][c] = replace(warm, noise=noise)
+    return what, layer
 
 
-def _prove(session: _Session) -> None:
+def _prove(session: Session) -> None:
     """Check the parameters' memory, and prove that slots do not overlap."""
     session.settings.begin_part(None)
     for aliases, chunk in zip(session.aliases, session.chunks, strict=True):
@@ -465,7 +503,7 @@ def _prove(session: _Session) -> None:
         prove_disjoint([_footprint(slot, backend) for slot in session.slots])
 
 
-def _banks(session: _Session) -> dict[Hashable, Bank]:
+def _banks(session: Session) -> dict[Hashable, Bank]:
     """Return the slots and signatures of every bank."""
     slots: dict[tuple[Hashable, int], list[Slot]] = {}
     for slot in session.slots:
@@ -483,7 +521,7 @@ def _banks(session: _Session) -> dict[Hashable, Bank]:
     }
 
 
-def _report(session: _Session, duration_ms: float) -> CaptureReport:
+def _report(session: Session, duration_ms: float) -> CaptureReport:
     pools, slots = session.maker.pools, session.slots
     held_bytes: dict[Hashable, int] = {}
     for memory in (slot.memory for slot in slots):

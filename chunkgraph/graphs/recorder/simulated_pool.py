@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chunkgraph.graphs.addresses import AddressRanges, Pool
+from chunkgraph.graphs.addresses import AddressRange, AddressRanges, Pool
 
 ROUND_BYTES = 512
 SEGMENT_BYTES = 1 << 20
@@ -110,6 +110,16 @@ class SimulatedPool(Pool):
     def reserved(self) -> AddressRanges:
         """Return the addresses of all segments."""
         return AddressRanges((base, base + seg.nbytes) for base, seg in self._segments)
+
+    def relative(self, ranges: AddressRanges) -> list[tuple[int, AddressRange]]:
+        """See `Pool.relative`."""
+        found: list[tuple[int, AddressRange]] = []
+        begin = 0
+        for base, segment in self._segments:
+            inside = ranges & AddressRanges([(base, base + segment.nbytes)])
+            found += [(begin + r.start - base, r) for r in inside]
+            begin += segment.nbytes
+        return found
 
     def _segment_of(self, address: int) -> tuple[int, np.ndarray]:
         return next((b, seg) for b, seg in self._segments if b <= address < b + seg.nbytes)

@@ -96,6 +96,7 @@ STASH_RULES = (
         lambda f: f.stash and recomputes(f, "moe", "moe_act"),
     ),
     Rule("stash fp8: quantized tensors are not stashed; use one of them"),
+    Rule("stash max_slot_memory: pages of the stash belong to a slot; use one of them"),
     Rule(f"stash moe_permute_fusion: {_UNTRIED}; use one of them"),
     Rule(f"stash moe_router_fusion: {_UNTRIED}; use one of them"),
 )

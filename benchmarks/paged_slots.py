@@ -1,0 +1,150 @@
+"""What fewer slots cost one rank: its step, its memory, and what the planner simulates.
+
+    python benchmarks/paged_slots.py --slots 8 7 6 4 > paged_slots.json
+
+One GPU runs the actions of the first of 8 pipeline ranks (1F1B, 16 microbatches), and sends to and
+receives from itself, so it waits for pages only. The chunk has 4 Transformer Engine layers of
+Llama-3-8B's shape. Actions and pages are timed with 8 slots; later plans go by these times. With
+`NVTE_ALLOW_NONDETERMINISTIC_ALGO=0` all gradients must be equal to the last bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import transformer_engine.pytorch as te
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from chunkgraph.engine import CaptureOptions, ChunkGraphs, RankSchedule
+from chunkgraph.engine.paging.pages import SlotPage
+from chunkgraph.schedules import CostModel, Op, Schedule, build_schedule, simulate
+from chunkgraph.slots import PageClock, plan_pages
+
+RANKS, COUNT = 8, 16
+LAYERS, HIDDEN, FFN, HEADS, GROUPS, SEQUENCE = 4, 4096, 14336, 32, 8, 4096
+
+
+class Layer(nn.Module):
+    """One layer; with ``--recompute`` its MLP is recomputed in the backward."""
+
+    def __init__(self, *, recomputes: bool) -> None:
+        super().__init__()
+        kind = {"params_dtype": torch.bfloat16, "bias": False, "normalization": "RMSNorm"}
+        self.attention = te.MultiheadAttention(
+            HIDDEN, HEADS, num_gqa_groups=GROUPS, attention_dropout=0.0,
+            input_layernorm=True, fuse_qkv_params=True, attn_mask_type="causal", **kind,
+        )  # fmt: skip
+        self.mlp = te.LayerNormMLP(HIDDEN, FFN, activation="swiglu", **kind)
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states (sequence, 1, hidden)."""
+        x = x + self.attention(x)
+        if self.recomputes:
+            return x + checkpoint(self.mlp, x, use_reentrant=True, preserve_rng_state=False)
+        return x + self.mlp(x)
+
+
+def first_rank(count: int) -> Schedule:
+    """Return the actions of the first of several ranks, as those of a rank alone."""
+    whole = build_schedule("1f1b", num_ranks=RANKS, num_microbatches=count)
+    return Schedule("first rank", 1, 1, count, None, whole.actions[:1])
+
+
+def ms_of(work: Callable[[], object]) -> float:
+    """Return how long the device works, with nothing before or after."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+class Rank:
+    """The rank with some number of slots; ``costs`` is what its plan goes by."""
+
+    def __init__(self, num_slots: int, costs: CostModel, *, recomputes: bool) -> None:
+        torch.manual_seed(0)
+        layers = (Layer(recomputes=recomputes) for _ in range(LAYERS))
+        self.module = nn.Sequential(*layers).cuda()
+        shape = 2, SEQUENCE, 1, HIDDEN
+        self.received, self.gradient = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        options = CaptureOptions(max_slots=num_slots if num_slots < RANKS else None)
+        schedule = RankSchedule(first_rank, 0, costs)
+        self.graphs = ChunkGraphs(self.module, RANKS, options=options, schedule=schedule)
+
+    def step(self) -> None:
+        """Run one step."""
+        self.module.zero_grad(set_to_none=False)
+        flying: dict[int, Any] = {}
+        self.times: dict[Op, list[Any]] = {Op.F: [], Op.B: []}
+        with self.graphs.step(COUNT):
+            for action in first_rank(COUNT).actions[0]:
+                marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+                marks[0].record()
+                if action.op is Op.F:
+                    y = self.graphs.callables[0](self.received.clone().requires_grad_())
+                    flying[action.microbatch] = y, y.detach().clone()
+                else:
+                    flying.pop(action.microbatch)[0].backward(self.gradient.clone())
+                marks[1].record()
+                self.times[action.op].append(marks)
+
+    def costs(self) -> CostModel:
+        """Return the mean durations of the last step's actions, and those of a page alone."""
+        forward_ms, backward_ms = (
+            statistics.mean(a.elapsed_time(b) for a, b in times) for times in self.times.values()
+        )
+        page = SlotPage.of(self.graphs._captured.slots[0][0])
+        copier = self.graphs._backend.new_copier()
+        memory = copier.host_memory(page.num_bytes)
+        out = list(zip(page.on(memory), page.parts, strict=True))
+        moves = {True: out, False: [(b, a) for a, b in out]}
+        copy = partial(copier.copy, after=[])
+        works = [lambda t=t: copier.wait(copy(moves[t], to_host=t)) for t in (True, False)]
+        *_, out_ms, in_ms = map(ms_of, works * 2)
+        actions = {"forward_ms": forward_ms, "backward_ms": backward_ms}
+        return CostModel(**actions, page_out_ms=out_ms, page_in_ms=in_ms)
+
+
+def main() -> None:
+    """Measure every number of slots, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--slots", type=int, nargs="+", default=[8, 7, 6, 4])
+    parser.add_argument("--recompute", action="store_true", help="recompute MLPs")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    costs = CostModel()
+    for num_slots in [RANKS, *(n for n in args.slots if n != RANKS)]:
+        rank = Rank(num_slots, costs, recomputes=args.recompute)
+        for _ in range(3):
+            rank.step()
+        step_ms = statistics.median(ms_of(rank.step) for _ in range(args.steps))
+        costs = costs if rows else rank.costs()
+        plan = plan_pages(first_rank(COUNT), 0, [num_slots], costs)
+        simulated = simulate(first_rank(COUNT), costs, {0: PageClock(plan, {0: costs})})
+        report, digest = rank.graphs.report, hashlib.sha256()
+        for p in rank.module.parameters():
+            digest.update(p.grad.cpu().view(torch.uint8).numpy().tobytes())
+        row = {"slots": report.num_slots[0], "step_ms": step_ms, "pages": len(plan.pages)}
+        row |= {"slot_bytes": report.slot_bytes + report.static_bytes}
+        row |= {"simulated_ms": simulated.makespan_ms, "gradients": digest.hexdigest()[:12]}
+        rows.append(row)
+        rank.graphs.release()
+    document = {"device": torch.cuda.get_device_name(), "costs": asdict(costs), "rows": rows}
+    print(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    main()

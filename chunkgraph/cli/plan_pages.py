@@ -1,0 +1,108 @@
+"""Plan fewer slots than microbatches in flight: what moves to the host, and what it costs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from operator import mul
+from typing import TYPE_CHECKING
+
+from chunkgraph._text import format_bytes
+from chunkgraph.cli.plan_memory import byte_count
+from chunkgraph.cli.plan_request import Request
+from chunkgraph.cli.plan_tables import RankRow, table
+from chunkgraph.errors import ConfigError
+from chunkgraph.schedules import CostModel, simulate
+from chunkgraph.slots import PageClock, plan_pages
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def add_slots(parser: argparse.ArgumentParser) -> None:
+    """Add the options that limit slots."""
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument(
+        "--slots",
+        type=int,
+        metavar="K",
+        help="at most K slots of a chunk: what forwards save moves to the host and back",
+    )
+    limit.add_argument(
+        "--max-slot-memory",
+        type=byte_count,
+        metavar="SIZE",
+        help="instead, the memory of all slots of a rank, such as 20GiB; needs a CONFIG",
+    )
+    default = CostModel().page_out_ms, CostModel().page_in_ms
+    parser.add_argument(
+        "--page-time",
+        type=float,
+        nargs=2,
+        default=default,
+        metavar=("OUT", "IN"),
+        help="time of a page to the host and back, in forwards of a chunk (default {} {})".format(
+            *default
+        ),
+    )
+
+
+def _counts(args: argparse.Namespace, rows: Sequence[RankRow]) -> list[tuple[int, ...]]:
+    """Return the slots of each chunk of each rank; an empty list without a limit.
+
+    Raises:
+        ConfigError: A rank cannot keep the limit.
+    """
+    if args.slots is None and args.max_slot_memory is None:
+        return []
+    counts: list[tuple[int, ...]] = []
+    for row in rows:
+        full = row.plan.slots_per_chunk
+        capped = [tuple(min(n, cap) for n in full) for cap in range(1, max(full) + 1)]
+        if args.slots is not None:
+            fits = capped[: args.slots] if args.slots > 0 else []
+        elif row.memory is None:
+            raise ConfigError("plan: --max-slot-memory needs a CONFIG with a model that it knows")
+        else:
+            sizes = row.memory.slot_bytes_per_chunk
+            fits = [own for own in capped if sum(map(mul, own, sizes)) <= args.max_slot_memory]
+        if not fits:
+            raise ConfigError(f"plan: rank {row.plan.rank} has not one slot of each chunk")
+        counts.append(fits[-1])
+    return counts
+
+
+def print_pages(
+    console: Console, args: argparse.Namespace, request: Request, rows: Sequence[RankRow]
+) -> None:
+    """Print slots, pages and the simulated step, if slots are limited.
+
+    Raises:
+        ConfigError: A chunk has too few slots.
+    """
+    if not (counts := _counts(args, rows)):
+        return
+    schedule, (out, back) = request.build(), args.page_time
+    own = CostModel(page_out_ms=out, page_in_ms=back)
+    costs = dict.fromkeys(range(schedule.num_stages), own)
+    plans = [plan_pages(schedule, rank, of_rank, costs) for rank, of_rank in enumerate(counts)]
+    clocks = {rank: PageClock(plan, costs) for rank, plan in enumerate(plans)}
+    step_ms = simulate(schedule, costs, clocks).makespan_ms
+    ratio = step_ms / simulate(schedule, costs).makespan_ms
+    cells = []
+    for plan, row in zip(plans, rows, strict=True):
+        line = [str(row.plan.rank), " ".join(map(str, plan.num_slots)), str(len(plan.pages))]
+        if row.memory is not None:
+            sizes = row.memory.slot_bytes_per_chunk
+            moved = 2 * sum(sizes[page.chunk] for page in plan.pages)
+            slots, places = (sum(map(mul, n, sizes)) for n in (plan.num_slots, plan.num_places))
+            line += map(format_bytes, (slots, moved, places))
+        cells.append(line)
+    headings = ("Rank", "Slots per chunk", "Pages", "Slots", "Moved", "Pinned memory")
+    console.print("Pages: activations on the host, in one step", style="bold")
+    console.print(table(headings[: len(cells[0])], cells))
+    console.print(
+        f"Simulated step: {ratio:.3f} of that with all slots, if a page takes {out:g} forwards to "
+        f"the host and {back:g} back.",
+        soft_wrap=True,
+    )

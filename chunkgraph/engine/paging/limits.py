@@ -1,0 +1,147 @@
+"""How many slots each chunk gets: a number, or as many as fit in a limit of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import mul
+from pkgutil import resolve_name
+
+from chunkgraph._text import format_bytes, parse_bytes, shown
+from chunkgraph.engine.capture.session import Session
+from chunkgraph.engine.chunk import CaptureOptions, Chunk, is_integer
+from chunkgraph.engine.paging.trial import PageTrial
+from chunkgraph.engine.replay import Replayer
+from chunkgraph.errors import CaptureError, ConfigError
+from chunkgraph.graphs import GraphBackend
+from chunkgraph.schedules import Schedule
+from chunkgraph.slots import PagePlan, RankSchedule, least_slots, plan_pages, split_actions
+
+
+class SlotLimit:
+    """The limit of one rank's slots.
+
+    Args:
+        options: The options; ``max_slots`` or ``max_slot_memory`` is set.
+        schedule: The schedule of the steps.
+
+    Raises:
+        ConfigError: Options do not go together, or there is no schedule.
+    """
+
+    def __init__(self, options: CaptureOptions, schedule: RankSchedule | None) -> None:
+        name = "max_slots" if options.max_slot_memory is None else "max_slot_memory"
+        limit = options.max_slot_memory
+        limit = parse_bytes(limit) if isinstance(limit, str) else limit
+        if name == "max_slot_memory" and not (is_integer(limit) and limit > 0):
+            raise ConfigError(
+                f"max_slot_memory is {shown(options.max_slot_memory)}; write it as 20GiB or 20GB, "
+                "or as a number of bytes."
+            )
+        for other, is_set in {
+            "max_slots": name == "max_slot_memory" and options.max_slots is not None,
+            "shared_slots=True": options.shared_slots,
+            f"verify={options.verify!r}": options.verify != "none",
+        }.items():
+            if is_set:
+                raise ConfigError(
+                    f"{name} cannot be combined with {other}: pages move between the slots of one "
+                    "chunk, by one limit, and verify modes follow a microbatch in one slot. Leave "
+                    "one of them out."
+                )
+        if schedule is None:
+            raise ConfigError(
+                f"{name} needs the schedule of the steps, which says which backward comes next. "
+                "Create the graphs by ChunkGraphs.for_schedule, or pass "
+                "ChunkGraphs(schedule=RankSchedule(build, rank))."
+            )
+        self._options, self._schedule, self._limit_bytes = options, schedule, limit
+        self._schedules: dict[int, Schedule] = {}
+        self._least: tuple[int, ...] = ()  # slots of each chunk in the steps so far
+
+    @staticmethod
+    def outliving(chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+        """Return the chunks with copies of all that they hand out, which outlive their slots."""
+        return tuple(replace(c, copies_outputs=None, keeps_input_grads=True) for c in chunks)
+
+    def check(self, num_microbatches: int | None) -> Schedule:
+        """Return the schedule of a training step; all ranks call this with the same number.
+
+        Raises:
+            ConfigError: A chunk of any rank needs more slots than ``max_slots``, or the number of
+                microbatches is unknown.
+        """
+        if num_microbatches is None:
+            raise ConfigError(
+                "A step of paged slots began without its number of microbatches, on which the plan "
+                "of its pages depends. Pass it: step(num_microbatches)."
+            )
+        if num_microbatches in self._schedules:
+            return self._schedules[num_microbatches]
+        schedule = split_actions(self._schedule.build(num_microbatches))
+        needed = [least_slots(schedule, rank) for rank in range(schedule.num_ranks)]
+        own, most = needed[self._schedule.rank], max(map(max, needed))
+        if most > (self._options.max_slots or most):
+            raise ConfigError(
+                f"max_slots={self._options.max_slots}, but schedule {schedule.name!r} with "
+                f"{num_microbatches} microbatches needs {most} slots of a chunk even if every page "
+                "leaves (a split backward keeps its slot between its halves). Allow more, or use "
+                "a schedule of whole backwards."
+            )
+        self._least = tuple(map(max, own, self._least or own))
+        self._schedules[num_microbatches] = schedule
+        return schedule
+
+    def counts(self, num_slots: Sequence[int], slot_bytes: Sequence[int]) -> tuple[int, ...]:
+        """Return the number of slots of each chunk.
+
+        Args:
+            num_slots: As many as the schedule has microbatches in flight.
+            slot_bytes: Memory of one slot of each chunk.
+
+        Raises:
+            CaptureError: The memory is too little, or unknown.
+        """
+        if (limit_bytes := self._limit_bytes) is None:
+            return tuple(min(count, self._options.max_slots or count) for count in num_slots)
+        if not all(slot_bytes):
+            raise CaptureError(
+                "The memory of a slot is unknown on this device, so max_slot_memory has no "
+                "meaning. Use max_slots."
+            )
+        for cap in range(max(num_slots), 0, -1):
+            counts = tuple(min(count, cap) for count in num_slots)
+            is_enough = all(map(int.__ge__, counts, self._least))
+            if is_enough and sum(map(mul, counts, slot_bytes)) <= limit_bytes:
+                return counts
+        raise CaptureError(
+            f"max_slot_memory={format_bytes(limit_bytes)} is too little: one slot of each chunk "
+            f"takes {', '.join(map(format_bytes, slot_bytes))}, and the schedule needs at least "
+            f"{list(self._least)}."
+        )
+
+    def begin(self, session: Session) -> PageTrial:
+        """Begin the trial of a capture session whose eager passes have been measured."""
+        of_chunk = zip(*session.warm_ups.values(), strict=True)
+        slot_bytes = [max(max(w.slot_bytes, w.held_bytes) for w in warm) for warm in of_chunk]
+        return PageTrial(session, self.counts(session.num_slots, slot_bytes))
+
+    def replayer(self, backend: GraphBackend) -> Callable[..., Replayer]:
+        """Return the class that replays under this limit, with its first arguments."""
+        paged = resolve_name("chunkgraph.engine.paging.replayer:PagedReplayer")
+        return partial(paged, limit=self, backend=backend)
+
+    def plan(self, num_microbatches: int, num_slots: Sequence[int | None]) -> PagePlan:
+        """Plan the pages of a step on this rank.
+
+        Args:
+            num_microbatches: Number of microbatches.
+            num_slots: Number of slots of each chunk; None for one that is not paged.
+
+        Raises:
+            ConfigError: A chunk has too few slots.
+        """
+        counts = [num_microbatches if count is None else count for count in num_slots]
+        own = self._schedule
+        return plan_pages(self.check(num_microbatches), own.rank, counts, own.costs)

@@ -1,0 +1,56 @@
+"""``chunkgraph plan`` with fewer slots than microbatches in flight."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from chunkgraph.cli.__main__ import main
+
+CONFIG = str(Path(__file__).parents[2] / "configs" / "cpu" / "gpt_pp2_vpp2_cpu.yaml")
+BASE = ["plan", "--pp", "8", "--num-microbatches", "16"]
+
+
+def ratio_of(printed: str) -> float:
+    found = re.search(r"Simulated step: (\d\.\d+) of that with all slots", printed)
+    assert found is not None, printed
+    return float(found[1])
+
+
+def test_fewer_slots_take_longer_and_move_more(capsys: pytest.CaptureFixture[str]) -> None:
+    ratios, pages = [], []
+    for count in ("8", "6", "4", "2"):
+        assert main([*BASE, "--slots", count]) == 0
+        printed = capsys.readouterr().out
+        ratios.append(ratio_of(printed))
+        rows = re.findall(r"^ +0 +(\d) +(\d+) *$", printed, re.MULTILINE)
+        assert [row[0] for row in rows] == [count]
+        pages.append(int(rows[0][1]))
+    assert ratios[0] == 1.0
+    assert pages[0] == 0
+    assert ratios == sorted(ratios)
+    assert pages == sorted(pages)
+    assert ratios[1] < 1.2 < ratios[3]
+
+
+def test_a_fast_link_costs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BASE, "--slots", "3", "--page-time", "0", "0"]) == 0
+    assert ratio_of(capsys.readouterr().out) == 1.0
+
+
+def test_a_limit_of_memory_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", CONFIG, "--max-slot-memory", "7MiB"]) == 0
+    printed = capsys.readouterr().out
+    assert "Pinned memory" in printed
+    assert ratio_of(printed) > 1.0
+    for arguments, part in (
+        ([*BASE, "--max-slot-memory", "1GiB"], "needs a CONFIG"),
+        (["plan", CONFIG, "--max-slot-memory", "1MiB"], "not one slot of each chunk"),
+        ([*BASE, "--slots", "1"], "need at least [2]"),
+        ([*BASE, "--slots", "0"], "not one slot of each chunk"),
+        ([*BASE, "--slots", "3", "--compare"], "--slots has no effect"),
+    ):
+        assert main(arguments) == 2
+        assert part in capsys.readouterr().err

@@ -1,0 +1,372 @@
+"""Paged slots train to the bits of eager training, with any number of slots."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from toys import Apply
+
+from chunkgraph.engine import (
+    CaptureOptions,
+    Chunk,
+    ChunkGraphs,
+    RankSchedule,
+    mark_constant,
+)
+from chunkgraph.engine.split import SPLIT, WeightBackwards
+from chunkgraph.errors import CaptureError, ConfigError, SlotError
+from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
+from chunkgraph.schedules import Action, Op, Schedule, megatron_schedule
+from chunkgraph.slots import in_flight, least_slots, plan_slots
+
+
+@pytest.fixture(params=["recorder", pytest.param("cuda", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> GraphBackend:
+    make = RecorderBackend if request.param == "recorder" else CUDABackend
+    return make(can_sleep=True)
+
+
+def attach(pipeline: Any, backend: GraphBackend, max_slots: int) -> None:
+    num_ranks, num_chunks = pipeline.num_ranks, pipeline.num_chunks
+    for rank in range(num_ranks):
+        graphs = ChunkGraphs(
+            [pipeline.stages[c * num_ranks + rank] for c in range(num_chunks)],
+            plan_slots(num_ranks, num_chunks, rank=rank).slots_per_chunk,
+            backend=backend,
+            options=CaptureOptions(max_slots=max_slots),
+            schedule=RankSchedule(lambda n: megatron_schedule(num_ranks, num_chunks, n), rank),
+        )
+        pipeline.graphs.append(graphs)
+        for c, call in enumerate(graphs.callables):
+            pipeline.calls[c * num_ranks + rank] = call
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_chunks", "max_slots"),
+    [(4, 1, 2), (4, 1, 3), (4, 1, 4), (8, 1, 2), (8, 1, 5), (2, 2, 2), (4, 2, 3)],
+)
+def test_pipelines_with_fewer_slots(
+    make_pipeline: Callable[..., Any],
+    backend: GraphBackend,
+    num_ranks: int,
+    num_chunks: int,
+    max_slots: int,
+) -> None:
+    counts = [num_ranks, 2 * num_ranks, num_ranks, 3 * num_ranks]
+    schedules = [megatron_schedule(num_ranks, num_chunks, count) for count in counts]
+    eager, graphed = (make_pipeline(num_ranks, num_chunks) for _ in range(2))
+    attach(graphed, backend, max_slots)
+    for number, schedule in enumerate(schedules):
+        assert graphed.train([schedule], number).equals(eager.train([schedule], number))
+        for graphs in graphed.graphs:
+            graphs.sleep()
+            graphs.wake()
+    for rank, graphs in enumerate(graphed.graphs):
+        full = plan_slots(num_ranks, num_chunks, rank=rank).slots_per_chunk
+        assert graphs.report.num_slots == tuple(min(count, max_slots) for count in full)
+        assert graphs.counters.fallbacks == {"capture warmup": 1}
+        assert graphs.counters.replayed_steps == 3
+        pager = graphs._replayer._pager
+        assert (pager is not None) is (max(full) > max_slots)
+        assert pager is None or min(pager.moved_bytes, pager.host_bytes) > 0
+
+
+# -- one rank, any order -------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Dropout, a buffer, a recomputed part, and a mask that all microbatches may share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.dropout = nn.Dropout(0.2)
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        h = torch.utils.checkpoint.checkpoint(
+            lambda y: nn.functional.gelu(self.up(y)), self.norm(x), use_reentrant=False
+        )
+        return x + self.dropout(self.down(h)) * mask.to(x.dtype)
+
+
+def drawn_schedule(draw: Any, count: int, *, is_split: bool) -> Schedule:
+    """Draw forwards in order and backwards in any order; weight halves in that of the first."""
+    actions: list[Action] = []
+    num_forwards, alive, waiting = 0, [], []
+    while num_forwards < count or alive or waiting:
+        kinds = (["F"] if num_forwards < count else []) + (["B"] if alive else [])
+        kind = draw(st.sampled_from(kinds + (["W"] if waiting else [])))
+        if kind == "F":
+            actions.append(Action(Op.F, 0, num_forwards))
+            alive.append(num_forwards)
+            num_forwards += 1
+        elif kind == "B":
+            microbatch = alive.pop(draw(st.integers(0, len(alive) - 1)))
+            actions.append(Action(Op.I if is_split else Op.B, 0, microbatch))
+            waiting += [microbatch] * is_split
+        else:
+            actions.append(Action(Op.W, 0, waiting.pop(0)))
+    return Schedule("drawn", 1, 1, count, None, (tuple(actions),))
+
+
+def run_step(
+    schedule: Schedule, call: Callable[..., Any], weights: Callable[[], None], seed: int
+) -> list[torch.Tensor]:
+    """Run the actions; microbatches share one of two masks."""
+    torch.manual_seed(seed)
+    masks = [mark_constant(torch.rand(8) < 0.5) for _ in range(2)]
+    order = random.Random(seed)
+    seen: list[torch.Tensor] = []
+    alive: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for action in schedule.actions[0]:
+        if action.op is Op.F:
+            x = torch.randn(3, 8).requires_grad_()
+            alive[action.microbatch] = x, call(x, order.choice(masks))
+        elif action.op is Op.W:
+            weights()
+        else:
+            x, y = alive.pop(action.microbatch)
+            y.square().sum().backward()
+            seen += [y.detach().clone(), x.grad.clone()]
+    return seen
+
+
+@given(st.data(), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_any_schedule_of_one_rank(data: st.DataObject, is_split: bool) -> None:
+    schedules = {
+        count: drawn_schedule(data.draw, count, is_split=is_split)
+        for count in data.draw(st.lists(st.integers(1, 7), min_size=2, max_size=3, unique=True))
+    }
+    torch.manual_seed(0)
+    eager, module = Layer(), Layer()
+    module.load_state_dict(eager.state_dict())
+    most = max(
+        in_flight(s.actions[0], num_ranks=1, num_chunks=1).together for s in schedules.values()
+    )
+    least = max(least_slots(s, 0)[0] for s in schedules.values())
+    chunk = Chunk.from_module(module, "chunk 0", program=SPLIT if is_split else None)
+    graphs = ChunkGraphs(
+        chunk,
+        most,
+        options=CaptureOptions(max_slots=data.draw(st.integers(least, max(least, most)))),
+        backend=RecorderBackend(),
+        schedule=RankSchedule(schedules.__getitem__, 0),
+    )
+    own = WeightBackwards(graphs)
+    for seed, count in enumerate([*schedules, *schedules]):
+        expected = run_step(schedules[count], eager, lambda: None, seed)
+        with graphs.step(count):
+            got = run_step(schedules[count], graphs.callables[0], lambda: own.run(0), seed)
+        assert all(map(torch.equal, got, expected))
+        pairs = zip(module.parameters(), eager.parameters(), strict=True)
+        assert all(torch.equal(p.grad, q.grad) for p, q in pairs)
+        assert torch.equal(module.num_calls, eager.num_calls)
+    assert graphs.counters.replayed_steps == 2 * len(schedules) - 1
+
+
+@pytest.mark.parametrize("max_slots", [2, 3])
+def test_a_page_that_comes_back_brings_its_constant_inputs(max_slots: int) -> None:
+    def first_of_four(count: int) -> Schedule:
+        actions = megatron_schedule(4, 1, count).compute_actions(0)
+        return Schedule("first of four", 1, 1, count, None, (actions,))
+
+    torch.manual_seed(0)
+    eager, module = Layer(), Layer()
+    module.load_state_dict(eager.state_dict())
+    options = CaptureOptions(max_slots=max_slots)
+    schedule = RankSchedule(first_of_four, 0)
+    graphs = ChunkGraphs(module, 4, options=options, backend=RecorderBackend(), schedule=schedule)
+    for seed in range(4):
+        expected = run_step(first_of_four(12), eager, lambda: None, seed)
+        with graphs.step(12):
+            got = run_step(first_of_four(12), graphs.callables[0], lambda: None, seed)
+        assert all(map(torch.equal, got, expected))
+
+
+def fill_and_drain(count: int) -> Schedule:
+    """Return all forwards, then all backwards, of one rank."""
+    ops = [(op, m) for op in (Op.F, Op.B) for m in range(count)]
+    return Schedule("all", 1, 1, count, None, (tuple(Action(op, 0, m) for op, m in ops),))
+
+
+def captured(module: nn.Module, backend: GraphBackend, num_slots: int = 4, **options: Any) -> Any:
+    module.to(backend.device)
+    graphs = ChunkGraphs(
+        module,
+        num_slots,
+        options=CaptureOptions(**{"max_slots": 2, **options}),
+        backend=backend,
+        schedule=RankSchedule(fill_and_drain, 0),
+    )
+    graphs.capture([torch.randn(3, 8, device=backend.device, requires_grad=True)])
+    return graphs
+
+
+def all_then_all(call: Callable[..., Any], device: torch.device, count: int = 4) -> list[Any]:
+    torch.manual_seed(5)
+    inputs = [torch.randn(3, 8, device=device, requires_grad=True) for _ in range(count)]
+    outputs = [call(x) for x in inputs]
+    for y in outputs:
+        y.square().sum().backward()
+    return [t for x, y in zip(inputs, outputs, strict=True) for t in (x.grad, y.detach())]
+
+
+def test_a_backward_that_reads_memory_of_its_own_slot_is_not_paged(backend: GraphBackend) -> None:
+    """Each capture keeps its values in a tensor outside of the graphs' memory."""
+    stores = [torch.zeros(3, 8, device=backend.device) for _ in range(64)]
+    numbers = itertools.count()
+
+    class Keep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.store = stores[next(numbers) % len(stores)]
+            ctx.store.copy_(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2 * ctx.store
+
+    module = Apply(lambda own, x: Keep.apply(own.linear(x)), linear=nn.Linear(8, 8))
+    expected = all_then_all(module.to(backend.device), backend.device)
+    with pytest.warns(UserWarning, match=r"(?s)chunk 0 is not paged.*all 4 slots.*another slot"):
+        graphs = captured(module, backend)
+    assert graphs.report.num_slots == (4,)
+    with graphs.step(4):
+        got = all_then_all(graphs.callables[0], backend.device)
+    assert all(map(torch.equal, got, expected))
+
+
+def test_slots_that_keep_memory_at_different_offsets_are_not_paged(backend: GraphBackend) -> None:
+    numbers = itertools.count()
+
+    class Keep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(*(x * 2 for _ in range(next(numbers) % 3)))
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2
+
+    module = Apply(lambda own, x: Keep.apply(own.linear(x)).exp(), linear=nn.Linear(8, 8))
+    expected = all_then_all(module.to(backend.device), backend.device)
+    with pytest.warns(UserWarning, match=r"is not paged.*keep memory at different offsets"):
+        graphs = captured(module, backend)
+    with graphs.step(4):
+        got = all_then_all(graphs.callables[0], backend.device)
+    assert all(map(torch.equal, got, expected))
+
+
+def test_a_loop_in_another_order_than_its_schedule_is_refused(backend: GraphBackend) -> None:
+    module = nn.Linear(8, 8)
+    graphs = captured(module, backend)
+    xs = [torch.randn(3, 8, device=backend.device, requires_grad=True) for _ in range(4)]
+    with (
+        pytest.raises(
+            SlotError, match=r"backward of microbatch 0.*has the forward of microbatch 1"
+        ),
+        graphs.step(4),
+    ):
+        graphs.callables[0](xs[0]).sum().backward()
+    expected = all_then_all(nn.Linear(8, 8).to(backend.device), backend.device)
+    module.zero_grad()
+    with graphs.step(4):
+        got = all_then_all(graphs.callables[0], backend.device)
+    assert len(got) == len(expected)
+    graphs = captured(nn.Linear(8, 8), backend, max_slots=4)  # enough for any order
+    with graphs.step(4):
+        for x in xs:
+            graphs.callables[0](x).sum().backward()
+
+
+def test_a_step_that_fails_leaves_nothing_behind(backend: GraphBackend) -> None:
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    graphs = captured(module, backend)
+    expected = all_then_all(module, backend.device)
+    for num_done in range(1, 4):
+
+        def fail() -> None:
+            for _ in range(num_done):  # noqa: B023
+                graphs.callables[0](torch.randn(3, 8, device=backend.device, requires_grad=True))
+            raise KeyError
+
+        with pytest.raises(KeyError), graphs.step(4):
+            fail()
+        module.zero_grad()
+        with graphs.step(4):
+            got = all_then_all(graphs.callables[0], backend.device)
+        assert all(map(torch.equal, got, expected))
+
+
+def test_what_a_limit_of_memory_means(backend: GraphBackend) -> None:
+    if backend.name == "recorder":
+        with pytest.raises(CaptureError, match="max_slot_memory has no meaning"):
+            captured(nn.Linear(8, 8), backend, max_slots=None, max_slot_memory="1MiB")
+        return
+    torch.manual_seed(1)
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    with pytest.raises(CaptureError, match="too little"):
+        captured(module, backend, max_slots=None, max_slot_memory=1)
+    graphs = captured(module, backend, max_slots=None, max_slot_memory="1GiB")
+    assert graphs.report.num_slots == (4,)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"max_slots": 0}, "max_slots is 0"),
+        ({"max_slot_memory": "lots"}, "write it as 20GiB"),
+        ({"max_slots": 2, "max_slot_memory": "1GB"}, "cannot be combined"),
+        ({"max_slots": 2, "shared_slots": True}, "shared_slots=True"),
+        ({"max_slots": 2, "verify": "shadow"}, "verify='shadow'"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        ChunkGraphs(nn.Linear(8, 8), 4, options=CaptureOptions(**options))
+
+
+def test_a_schedule_is_needed_and_its_slots() -> None:
+    with pytest.raises(ConfigError, match="needs the schedule"):
+        ChunkGraphs(nn.Linear(8, 8), 2, options=CaptureOptions(max_slots=1))
+    graphs = ChunkGraphs.for_schedule(
+        "1f1b", nn.Linear(8, 8), rank=0, num_ranks=4, options=CaptureOptions(max_slots=1)
+    )
+    with pytest.raises(ConfigError, match="needs 2 slots"), graphs.step(8):
+        pass
+    with pytest.raises(ConfigError, match="number of microbatches"), graphs.step():
+        pass
+    with graphs.step(forward_only=True):
+        pass
+
+
+def test_ranges_of_profilers_name_the_microbatch(backend: GraphBackend) -> None:
+    from chunkgraph.engine import ReplayRanges
+
+    names: list[str] = []
+
+    class Names(ReplayRanges):
+        def before(self, action: Any, slot: Any, tensors: object) -> None:
+            super().before(action, slot, tensors)
+            names.append(self.name(action, slot.chunk, self.microbatch(slot)))
+
+    graphs = captured(nn.Linear(8, 8), backend)
+    graphs.observe(Names(["c"]))
+    with graphs.step(4):
+        all_then_all(graphs.callables[0], backend.device)
+    kinds = ("forward", "backward")
+    assert names == [f"c {kind} microbatch {m}" for kind in kinds for m in range(4)]
