@@ -173,12 +173,11 @@ class CaptureOptions:
     Attributes:
         num_warmup_steps: eager training steps before the capture session.
         shared_slots: share the slots between the chunks of a rank: a slot holds one microbatch of
-            any chunk. Interleaved schedules have fewer microbatches in flight than the chunks have
-            slots in total, so this takes less memory, but every slot has graphs of every chunk.
+            any chunk. Interleaved schedules then need fewer, each with graphs of every chunk.
         memset_kernels: run small memsets inside CUDA graphs as kernels, for which the device waits
             less, and copy inputs and gradients there, for which the host waits less
-            (`chunkgraph.graphs.graph_nodes`), if torch and its CUDA bindings support it. Results
-            stay the same. Ignored if a backend is passed to the engine.
+            (`chunkgraph.graphs.graph_nodes`), if torch and its CUDA bindings support it. Ignored if
+            a backend is passed to the engine.
         can_sleep: whether `ChunkGraphs.sleep` can give memory back; each slot is then one range of
             addresses (`chunkgraph.graphs.arena`). Ignored if a backend is passed to the engine.
         max_slots: most slots of a chunk, the same on all ranks. What more microbatches in flight
@@ -186,16 +185,15 @@ class CaptureOptions:
         max_slot_memory: instead, the memory of a rank's slots: ``20GiB``, or a number of bytes.
         verify: how to check replays (for debugging; slow; results stay the same). ``poison``: fill
             scratch and freed slots with NaN around every replay. ``shadow``: compare every replay
-            bit for bit with an eager pass on the same inputs and random state, which takes the
-            activations of an eager step and a copy of the gradients. Errors name the first slot and
-            layer that differ or have a NaN.
+            bit for bit with an eager pass on the same inputs and random state, which takes an eager
+            step's activations and a copy of the gradients. Errors name the first slot and layer.
         num_verify_steps: number of replayed steps to verify after a capture; None: all.
         verify_every: verify only every n-th of these.
         on_failure: after a failed capture: ``raise`` the error, or continue eagerly (``eager``)
             with one warning.
         on_moved_memory: if parameters or gradients lie in other memory than at the capture:
-            ``refuse`` the step with an error, or ``recapture`` at once, without warmup steps. Ranks
-            then agree when a step begins, not ahead of it.
+            ``refuse`` the step with an error, or ``recapture`` at once, without warmup steps; ranks
+            then agree when a step begins.
 
     Raises:
         ConfigError: a value is not one of the choices, is out of range, or has a wrong type.
@@ -281,7 +279,10 @@ class Host:
         return nullcontext()
 
     def capturing(self) -> AbstractContextManager[object]:
-        """Enclose capture warmup and captures. All ranks enter it together."""
+        """Enclose capture warmup and captures. All ranks enter it together.
+
+        What it yields lives as long as the graphs.
+        """
         return nullcontext()
 
     def verifying(self) -> AbstractContextManager[object]:

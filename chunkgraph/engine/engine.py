@@ -107,8 +107,8 @@ class ChunkGraphs:
         self.chunks = arguments.as_chunks(chunks)
         self._limit: Any = None
         if self.options.has_pages:  # loaded only if it is needed
-            limit = resolve_name("chunkgraph.engine.paging.limits:SlotLimit")
-            self._limit = limit(self.options, schedule)
+            make = resolve_name("chunkgraph.engine.paging.limits:SlotLimit")
+            self._limit = make(self.options, schedule)
             self.chunks = self._limit.outliving(self.chunks)
         self._num_slots = arguments.check_counts(len(self.chunks), num_slots)
         self._num_together = num_together
@@ -158,9 +158,8 @@ class ChunkGraphs:
         self._was_released = False
         self._was_replaced = False  # as of the end of the last step
         self._banks = StepBanks(self._of_banks, len(self.chunks))
-        num_warmup_steps = self.options.num_warmup_steps
-        self._samples = Samples(self._banks, self.chunks, num_warmup_steps, warns=self._is_training)
-        limit = self._limit
+        count, limit = self.options.num_warmup_steps, self._limit
+        self._samples = Samples(self._banks, self.chunks, count, warns=self._is_training)
         self._replayer = (Replayer if limit is None else limit.replayer(self.backend))(
             self.chunks,
             self._num_slots,
@@ -198,12 +197,9 @@ class ChunkGraphs:
         )
         graphs.counters, graphs._is_training, graphs._limit = counters, False, None
         graphs._is_replaced = lambda: False
+        state = graphs._state
         graphs._decider = StepDecider(
-            self._agreement,
-            graphs._state,
-            takes_misfits=True,
-            is_training=False,
-            asks_ahead=False,
+            self._agreement, state, takes_misfits=True, is_training=False, asks_ahead=False
         )
         graphs._begin()
         return graphs

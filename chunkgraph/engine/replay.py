@@ -37,7 +37,7 @@ class Replayer:
         device: Device of the chunks.
     """
 
-    machine_type = SlotMachine
+    machine = SlotMachine
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Replayer:
         self._actions = tuple(chunk.actions for chunk in chunks)
         self._counters = counters
         self._label = rank_label(chunks)
-        self._machine = self.machine_type(num_slots, self._label, are_shared=shared_slots)
+        self._machine = self.machine(num_slots, self._label, are_shared=shared_slots)
         # An input of every replayed microbatch. A backward that does not reach it computes only
         # some of the gradients.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -74,8 +74,7 @@ class Replayer:
         self._captured = captured
         report = captured.report
         latest_turn = self._machine.latest_turn
-        counts, are_shared = report.num_slots, report.shared_slots
-        self._machine = self.machine_type(counts, self._label, are_shared=are_shared)
+        self._machine = self.machine(report.num_slots, self._label, are_shared=report.shared_slots)
         self._machine.latest_turn = latest_turn  # backwards of earlier captures stay refused
         trained = [set(map(id, sinks.parameters)) for sinks in captured.sinks]
         self._sharing = [{c for c, of in enumerate(trained) if own & of} for own in trained]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from chunkgraph.megatron.model_part import Call, ModelPart
     from chunkgraph.megatron.site import Site
 
-Context = AbstractContextManager[None]
+Context = AbstractContextManager[object]
 Work = Literal["session", "capture", "verify"]
 """Work of the engine outside of steps.
 
@@ -83,7 +83,10 @@ class Feature:
         """Receive the graphs that the feature belongs to, before their first step."""
 
     def around(self, work: Work) -> Context:
-        """Enclose work of the engine outside of steps; see `Work`."""
+        """Enclose work of the engine outside of steps; see `Work`.
+
+        What it yields for a ``capture`` lives as long as the graphs.
+        """
         return nullcontext()
 
     def begin_run(self) -> None:
@@ -272,12 +275,10 @@ def chained(first: Callable[[], None] | None, second: Callable[[], None]) -> Cal
 
 
 @contextmanager
-def _all_of(contexts: Iterable[Context]) -> Iterator[None]:
+def _all_of(contexts: Iterable[Context]) -> Iterator[list[object]]:
     """Enter contexts in order; each is created after the previous ones are entered."""
     with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+        yield [stack.enter_context(context) for context in contexts]
 
 
 @dataclass(frozen=True)

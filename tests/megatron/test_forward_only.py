@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from extended_config import config_from_mapping
 from in_process import EXPERTS, Trained
 
+from chunkgraph.engine import CaptureOptions
 from chunkgraph.settings import Config
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(150)]
@@ -75,3 +78,24 @@ def test_features_that_only_train(one_rank: torch.device, make_config: Callable[
             model.step(number, 1, clears=False, forward_only=True)
     assert model.graphs.counters.fallbacks == {"forward only": 2}
     assert "Experts" in model.graphs.engine.forward_only.why_not
+
+
+def test_tables_live_as_long_as_their_graphs(one_rank: torch.device, config: Config) -> None:
+    """A loop clears Megatron's caches and captures again in each cycle."""
+    from megatron.core.models.common.embeddings import RotaryEmbedding
+
+    model = Trained(one_rank, config, {"options": CaptureOptions(on_moved_memory="recapture")})
+    held = []
+    for number in range(5):
+        for p in model.chunks[0].parameters():
+            p.data = p.data.clone()
+        cache: Any = RotaryEmbedding.forward
+        cache.cache_clear()
+        model.step(number, 1)
+        engine = model.graphs.engine
+        held += [weakref.ref(engine._captured)] if engine._captured is not None else []
+        gc.collect()
+    assert len(model.graphs.counters.recaptures) == 3
+    assert [ref() is not None for ref in held] == [False] * 3 + [True]
+    (of_features,) = [engine._captured.held]
+    assert sum(isinstance(own, list) and bool(own) for own in of_features) == 1

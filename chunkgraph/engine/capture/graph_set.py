@@ -77,6 +77,7 @@ class GraphSet:
         warm_ups: measurements of the eager passes, by bank and chunk, without the passes.
         saved: the tensors that each slot's forward keeps for its backward.
         paged: the chunks with fewer slots than microbatches in flight.
+        held: what `Host.capturing` has yielded.
     """
 
     banks: dict[Hashable, Bank]
@@ -87,6 +88,7 @@ class GraphSet:
     markers: Mapping[Slot, GradientMarker]
     warm_ups: Mapping[tuple[Hashable, int], WarmUp]
     saved: Mapping[SlotKey, tuple[SavedTensor, ...]]
+    held: object
     paged: frozenset[int] = frozenset()
     _kept: list[torch.Tensor | None] = field(default_factory=list)
 

@@ -168,6 +168,7 @@ class Session:
         num_done: number of graphs captured so far.
         saved: the tensors that each slot's forward keeps, by bank, chunk and slot.
         trial: what ``settings.limit`` began.
+        held: see `GraphSet`.
     """
 
     def __init__(
@@ -198,6 +199,7 @@ class Session:
         self.num_done = 0
         self.saved: dict[SlotKey, tuple[SavedTensor, ...]] = {}
         self.trial: Any = None
+        self.held: object = None
 
     def variants(self) -> list[list[tuple[Hashable, int]]]:
         """Return banks and chunks in the order of capture.
@@ -285,6 +287,7 @@ def _run(
             for c, warm in enumerate(of)
         },
         session.saved,
+        session.held,
         session.trial.paged if session.trial is not None else frozenset(),
     )
 
@@ -304,7 +307,7 @@ def _enter(session: Session, stack: ExitStack) -> None:
     # Cached memory serves neither another stream nor a pool. It is released before the host's
     # context, which may allocate, and again once all contexts are entered.
     backend.release_cached_memory()
-    stack.enter_context(settings.host.capturing())
+    session.held = stack.enter_context(settings.host.capturing())
     for aliases in session.aliases:
         stack.enter_context(aliases.in_place())
     for sinks in session.sinks:

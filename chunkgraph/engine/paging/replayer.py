@@ -190,7 +190,7 @@ class PagedReplayer(Replayer):
         settings: As `Replayer` takes them.
     """
 
-    machine_type = PagedSlotMachine
+    machine = PagedSlotMachine
     _machine: PagedSlotMachine
 
     def __init__(

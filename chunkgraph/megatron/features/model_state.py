@@ -63,11 +63,12 @@ class ModelState(Feature):
         return cls([module for part in site.parts for module in part.modules])
 
     @contextmanager
-    def around(self, work: Work) -> Iterator[None]:
+    def around(self, work: Work) -> Iterator[object]:
         """Restore random state; set Megatron's flag of a capture, and hold tables that it reads.
 
         Eager passes of ``verify`` choose attention as in a capture; DDP's hooks stay inactive.
         """
+        held: object = None
         with ExitStack() as stack:
             if work == "session":
                 stack.enter_context(preserve_rng())
@@ -77,14 +78,10 @@ class ModelState(Feature):
                 stack.enter_context(capture_flag())
                 stack.enter_context(recomputing())
             if work == "capture":
-                stack.enter_context(self._tables.hold())
+                held = stack.enter_context(self._tables.hold())
                 stack.enter_context(states_on_device(self._modules))
                 stack.enter_context(without_realtime_tests())
-            yield
-
-    def release(self) -> None:
-        """Release the cached tables."""
-        self._tables.release()
+            yield held
 
 
 class CachedTables:
@@ -98,62 +95,62 @@ class CachedTables:
         self._modules = [m for m in modules if hasattr(type(m).forward, "cache_info")]
         # A module replaces its buffers by longer ones on demand, for example in an eager step.
         self._with_buffers = [m for m in self._modules if hasattr(m, _GET)]
-        self._references: list[Any] = []
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
+    def hold(self) -> Iterator[list[Any]]:
         """Hold the tables that are used inside, and Megatron's global buffers at the end.
 
-        They are held until `release`: graphs of several sessions may use them.
+        Yields:
+            What holds them: keep it as long as the graphs.
         """
+        held: list[Any] = []
         with ExitStack() as stack:
             for module in self._modules:
-                stack.callback(patch_attributes(module, {"forward": self._cached(module)}))
+                stack.callback(patch_attributes(module, {"forward": _cached(module, held)}))
             for module in self._with_buffers:
-                stack.callback(patch_attributes(module, {_GET: self._watched(module)}))
+                stack.callback(patch_attributes(module, {_GET: _watched(module, held)}))
             try:
-                yield
+                yield held
             finally:
                 for module in self._with_buffers:
-                    self._hold_buffers(module)
+                    held += _buffers(module)
                 # The work buffers that Megatron's layers share; each exists after its first use.
                 state = import_megatron("megatron.core.parallel_state")
-                self._references.extend(state.get_global_memory_buffer().buffer.values())
+                held += state.get_global_memory_buffer().buffer.values()
 
-    def release(self) -> None:
-        """Drop the references; no graph may use the memory afterwards."""
-        self._references.clear()
 
-    def _cached(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the forward with an unbounded cache of tables made outside of captures."""
-        forward = module.forward
-        cache: Any = type(module).forward
-        tables: dict[Any, Any] = {}
-        self._references.append(tables)
+def _cached(module: nn.Module, held: list[Any]) -> Callable[..., Any]:
+    """Return the forward with an unbounded cache of tables made outside of captures."""
+    forward = module.forward
+    cache: Any = type(module).forward
+    tables: dict[Any, Any] = {}
+    held.append(tables)
 
-        def cached(*args: Any, **kwargs: Any) -> Any:
-            key = args, tuple(kwargs.items())
-            if key not in tables:
-                num_misses = cache.cache_info().misses
-                table = forward(*args, **kwargs)
-                if is_capturing() and cache.cache_info().misses != num_misses:
-                    cache.cache_clear()
-                    return table
-                tables[key] = table
-            return tables[key]
+    def cached(*args: Any, **kwargs: Any) -> Any:
+        key = args, tuple(kwargs.items())
+        if key not in tables:
+            num_misses = cache.cache_info().misses
+            table = forward(*args, **kwargs)
+            if is_capturing() and cache.cache_info().misses != num_misses:
+                cache.cache_clear()
+                return table
+            tables[key] = table
+        return tables[key]
 
-        return cached
+    return cached
 
-    def _watched(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the module's method, which holds the buffers that it may replace."""
-        get = getattr(module, _GET)
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self._hold_buffers(module)
-            return get(*args, **kwargs)
+def _watched(module: nn.Module, held: list[Any]) -> Callable[..., Any]:
+    """Return the module's method, which holds the buffers that it may replace."""
+    get = getattr(module, _GET)
 
-        return watched
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        held.extend(_buffers(module))
+        return get(*args, **kwargs)
 
-    def _hold_buffers(self, module: nn.Module) -> None:
-        """Hold the module's buffers; the session removes those that a capture made."""
-        self._references += [getattr(module, n) for n in GROWING_BUFFERS if hasattr(module, n)]
+    return watched
+
+
+def _buffers(module: nn.Module) -> list[Any]:
+    """Return the module's buffers; the session removes those that a capture made."""
+    return [getattr(module, n) for n in GROWING_BUFFERS if hasattr(module, n)]
