@@ -47,7 +47,7 @@ from chunkgraph.errors import WorkerError
 from chunkgraph.megatron.core import agreement
 from chunkgraph.megatron.core.agreement import StoreMaximum, exchange_between
 
-dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+dist.init_process_group("gloo", timeout=timedelta(seconds=8))
 rank, size = dist.get_rank(), dist.get_world_size()
 maximum, another = StoreMaximum(range(size)), StoreMaximum(range(size))
 agreement.uses_gloo = lambda: False
