@@ -37,6 +37,9 @@ def stopped() -> Iterator[subprocess.Popen[bytes]]:
             assert process.stdout is not None
             assert process.stdout.read(1) == b"x"
             process.send_signal(signal.SIGSTOP)
+            stat = Path(f"/proc/{process.pid}/stat")
+            while stat.read_text().rpartition(")")[2].split()[0] != "T":
+                time.sleep(0.01)
             yield process
         finally:
             process.kill()
