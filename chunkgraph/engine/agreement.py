@@ -173,7 +173,7 @@ def lost_ranks_named() -> Iterator[None]:
             raise
         with contextlib.suppress(Exception):  # the store has ended
             try:
-                if silent := ask_store(_silent_ranks, _SILENCE):
+                if silent := ask_store(_silent_ranks, 1.4 * _SILENCE):
                     loss += f" No word from rank {silent}: stopped, hung or ended."
             except WorkerError:
                 loss += " The job's store does not answer either; rank 0 serves it, or torchrun."
@@ -187,8 +187,9 @@ def _silent_ranks() -> str:
     store = store.clone() if hasattr(store, "clone") else store  # others may be waiting
     names = [f"chunkgraph/alive/{rank}" for rank in range(dist.get_world_size())]
     store.set(names[dist.get_rank()], "")
+    serves = dist.get_rank() == 0  # perhaps the store, which the others still ask
     with contextlib.suppress(RuntimeError):  # not all have set theirs
-        store.wait(names, _SILENCE)
+        store.wait(names, _SILENCE * (1.4 if serves else 1))
     return ", ".join(str(rank) for rank, name in enumerate(names) if not store.check([name]))
 
 
