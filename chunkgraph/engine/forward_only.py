@@ -137,7 +137,7 @@ class ForwardOnlySteps:
             graphs.release()
 
     def _of(self, kind: Hashable) -> ChunkGraphs:
-        """Return the engine of a kind of steps, a new one in the place of one without graphs.
+        """Return the engine of a kind of steps; a new one may replace one without graphs.
 
         If all have graphs, the new one is not kept, so that it never gets any.
         """

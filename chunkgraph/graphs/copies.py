@@ -1,6 +1,6 @@
-"""Copies between a device and its host, beside the work of the current stream.
+"""Copies between a device and its host on streams of their own.
 
-A *mark* is a point that later work can wait for: what a stream had to do when the mark was made.
+A *mark* is a point that later work can wait for: all that a stream had been given until then.
 """
 
 from __future__ import annotations

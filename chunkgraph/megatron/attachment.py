@@ -488,7 +488,7 @@ class MegatronChunkGraphs:
         If one of the two fails, the other still happens. A second call does nothing.
         ``torch.distributed.destroy_process_group()`` first detaches all graphs that are still
         attached; otherwise it would wait forever for graphs that contain collectives. With
-        ``on_moved_memory="recapture"`` it only drops these, for groups that are made anew.
+        ``on_moved_memory="recapture"`` it only drops these, and the next groups get new ones.
         """
         try:
             with ExitStack() as stack:  # runs in reverse order
