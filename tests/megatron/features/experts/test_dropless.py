@@ -21,16 +21,21 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 _PLAIN = {"swiglu": False, "add_bias_linear": False}
 _GATHERED = {"moe_token_dispatcher_type": "allgather"}
 _RANDOM_LOADS = {"moe_router_force_load_balancing": True}
+_SHARDED = {"use_distributed_optimizer": True}
 
 
 def _split(
-    make_config: Callable[..., dict[str, Any]], experts: dict[str, Any], **pipeline: int
+    make_config: Callable[..., dict[str, Any]],
+    experts: dict[str, Any],
+    train: dict[str, Any] | None = None,
+    **pipeline: int,
 ) -> dict[str, Any]:
     """Make a case with each expert split over two ranks, with sequence parallelism."""
     whole = case(
         make_config,
         experts,
         model={"num_layers": 1, "layer_spec": "user_specs:experts_split"},
+        train=train,
         pipeline={"tensor_model_parallel_size": 2, "sequence_parallel": True, **pipeline},
     )
     return {**whole, "expert_tensor_parallel_size": 2}
@@ -53,6 +58,9 @@ def test_one_rank(
         "biased": case(make, BIASED, capture={**whole, "verify": "shadow"}),
         "grouped": case(make, {**GROUPED, "moe_layer_freq": [0, 1]}, train={"use_ddp": False}),
         "gathered": case(make, {**BIASED, **_GATHERED}),
+        # Whose weights lie in reverse order, and so do rows.
+        "sharded": case(make, BIASED, train=_SHARDED, capture={**whole, "verify": "shadow"}),
+        "sharded_gathered": case(make, {**BIASED, **_GATHERED}, train=_SHARDED),
         "recomputed": case(
             make,
             BIASED,
@@ -140,6 +148,7 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
             capture={"scope": "chunk"},
         ),
         "tp2": _split(make, BIASED),
+        "tp2_sharded": _split(make, BIASED, train=_SHARDED),
         "pp2_vpp2": case(
             make,
             BIASED,
