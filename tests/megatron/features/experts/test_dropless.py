@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from expert_cases import BIASED, EXPERTS, GROUPED, OVERLAP, case
+from extended_config import config_from_mapping
 from packed_cases import all_but_the_first_replay
 from small_settings import RECOMPUTED
 
 from chunkgraph.megatron.features.experts.dropless import BoundedSinkhorn
 from chunkgraph.megatron.features.experts.room import Room
+from chunkgraph.trainer.trained_model import TrainedModel
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 
@@ -101,6 +103,32 @@ def test_one_rank(
         ),
     }
     _check(run_equal(cases, 1, timeout_s=180.0))
+
+
+@pytest.mark.parametrize("train", [{}, _SHARDED])
+def test_weights_that_others_write_between_steps_count_in_the_next_one(
+    one_rank: Any, make_config: Callable[..., Any], train: dict[str, Any]
+) -> None:
+    """As after a loaded checkpoint, and where weights are copied into a model in place."""
+    mapping = case(make_config, EXPERTS, counts=(2, 1), model={"hidden_dropout": 0.0}, train=train)
+    results = []
+    for has_graphs in (False, True):
+        model = TrainedModel(config_from_mapping(mapping["config"]), one_rank)
+        if has_graphs:
+            model.attach_graphs()
+        losses = []
+        for step in range(6):
+            data = [model.batches.step(step, model.count(step))]
+            losses.append(model.run_step(step, data, announces_next=False).loss)
+            if step % 2:
+                with torch.no_grad():
+                    for name, p in model.chunks[0].named_parameters():
+                        p.mul_(1.25 if "experts" in name else 0.75)
+                model.optimizer.reload_model_params()
+        results.append([*losses, *(p.detach().clone() for p in model.chunks[0].parameters())])
+        assert model.counters.replays == (7 if has_graphs else 0)
+        model.close()
+    assert all(torch.equal(*map(torch.as_tensor, pair)) for pair in zip(*results, strict=True))
 
 
 @pytest.mark.slow
