@@ -105,6 +105,7 @@ def test_one_rank(
     _check(run_equal(cases, 1, timeout_s=180.0))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of Megatron's shards
 @pytest.mark.parametrize("train", [{}, _SHARDED])
 def test_weights_that_others_write_between_steps_count_in_the_next_one(
     one_rank: Any, make_config: Callable[..., Any], train: dict[str, Any]
