@@ -18,7 +18,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 _MEGATRONS_FLAGS = {"--cuda-graph-impl", "--cuda-graph-warmup-steps", "--cuda-graph-modules"}
-_MAX_WORDS = 14_000
+_MAX_WORDS = 13_500
 
 
 def _ids(path: Path) -> str:
