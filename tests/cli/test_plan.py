@@ -300,6 +300,7 @@ def test_no_name_of_a_file_is_markup_in_a_page(run, tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (("--schedule", "mine.csv", "--pp", "2"), "--pp cannot be combined with mine.csv"),
+        (("mine.csv",), "'mine.csv' is a schedule; write --schedule before it"),
         (("config.yaml", "--schedule", "mine.csv"), "has 2 ranks of 1 chunk, but the pipeline"),
         (
             ("config.yaml", *_ONE_CHUNK, "--schedule", "mine.csv", "--num-microbatches", "3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import shlex
@@ -143,6 +144,30 @@ def test_a_printed_comparison_is_that_of_the_command(capsys: pytest.CaptureFixtu
     lines = [line.rstrip() for line in shown.splitlines()]
     assert len(lines) == 9
     assert [line for line in printed if line in lines] == lines
+
+
+def _texts_of_the_package() -> Iterator[str]:
+    """Yield all strings of the sources; what an f-string computes is a zero byte."""
+    for path in (ROOT / "chunkgraph").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                parts = (v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
+                yield "".join(str(part) for part in parts)
+
+
+def test_messages_to_search_for_are_those_of_the_package() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    texts = " ".join("\n".join(_texts_of_the_package()).split())
+    others = {"Couldn't swap", ".grad", "destroy_process_group()"}  # torch's
+    headings = re.findall(r"^\*\*(.+?)\*\*", page, re.MULTILINE | re.DOTALL)
+    messages = [message for heading in headings for message in re.findall(r"`([^`]+)`", heading)]
+    parts = {
+        part.strip() for message in messages for part in " ".join(message.split()).split("...")
+    }
+    assert len(messages) > 15
+    assert {part for part in parts - others if part not in texts} == set()
 
 
 def test_pages_are_in_the_site() -> None:
