@@ -36,7 +36,7 @@ _STYLE = """<style>
 
 def figures() -> str:
     """Return README's table: settings, times of a step, and time and reserved memory of eager's."""
-    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
+    lines = [" | ".join(_COLUMNS), "|".join(["---"] * len(_COLUMNS))]
     for name in FIGURES:
         path = ROOT / "benchmarks" / f"{name}.json"
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -52,14 +52,14 @@ def figures() -> str:
             *(f"{one['step_ms']:.0f} ms" if one else "-" for one in (eager, layers, chunk)),
             *(f"{chunk[key] / eager[key]:.2f}" for key in ("step_ms", "reserved_bytes")),
         ]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(" | ".join(cells))
     return "\n".join(lines)
 
 
 def write_figures(page: Path) -> None:
     """Replace the table of figures in a page."""
-    text, heading = page.read_text(encoding="utf-8"), re.escape(f"| {_COLUMNS[0]} |")
-    table = re.compile(rf"^{heading}.*(?:\n\|.*)*", re.MULTILINE)
+    text, heading = page.read_text(encoding="utf-8"), re.escape(f"{_COLUMNS[0]} |")
+    table = re.compile(rf"^{heading}.*(?:\n.*\|.*)*", re.MULTILINE)
     assert table.search(text), f"{page} has no table of figures"
     page.write_text(table.sub(lambda _: figures(), text), encoding="utf-8")
 

@@ -33,7 +33,7 @@ def test_figures_are_those_of_the_documents(pictures: Any, tmp_path: Path) -> No
     assert f"\n\n{table}\n\n" in page
     copy = tmp_path / "README.md"
     _, *rows = table.splitlines()
-    copy.write_text(page.replace("\n".join(rows), "|---|\n| older |"))
+    copy.write_text(page.replace("\n".join(rows), "---|---\nolder | row"))
     pictures.write_figures(copy)
     assert copy.read_text() == page
 
