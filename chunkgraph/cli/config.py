@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 _HEADER = """\
 # Settings
 
-Every setting of a configuration file, as `chunkgraph config` prints it. A file holds what differs
-from the defaults, and may extend another (`extends: base.yaml`, relative to itself). `chunkgraph
-launch` takes a flag from the command line of a pretrain script, or gives it to the script from
-`--config`; flags in italics are Megatron's own.
+Every setting of a configuration file, as `chunkgraph config` prints it; the first value is the
+default. A file holds what differs, and may extend another (`extends: base.yaml`, relative to
+itself). `chunkgraph launch` takes a flag from the command line of a pretrain script, or gives it to
+the script from `--config`; flags in italics are Megatron's own.
 
 Overrides on a command line are `section.key=value`. `chunkgraph config CONFIG` prints what a file
 resolves to, `chunkgraph config --schema` a JSON schema, with which an editor checks a file that
 begins with `# yaml-language-server: $schema=FILE`.
 """
-_COLUMNS = "setting | values, default first | flag | meaning\n---|---|---|---"
+_COLUMNS = "setting | values | flag | meaning\n---|---|---|---"
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
