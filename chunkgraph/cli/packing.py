@@ -287,7 +287,7 @@ def _print_recommendation(console: Console, result: Recommendation, target: floa
         raised = f", and attention takes no longer for {shape.max_packed_seqs}"
     console.print(
         f"Reason: {fewest} sequences are the fewest that keep eager steps at or below "
-        f"{_percent(target)}{raised}. No other T saves more than 1% of the rows."
+        f"{_percent(target)}{raised}. No other T pads 1% less."
     )
     if captured := default_buckets_of_shape(shape, values.get("packed-buckets", ())):
         console.print(f"Graphs for fewer sequences are captured too: {_words(captured)}.")

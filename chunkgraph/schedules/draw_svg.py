@@ -178,11 +178,11 @@ def _fold(simulation: Simulation) -> tuple[float, float]:
                 if not math.isclose(starts.get(other, -1.0), start_ms + sign * period_ms):
                     breaks.append(start_ms)
             breaks.sort()
-            last, first = max((b - a, -a) for a, b in itertools.pairwise(breaks))
-            start_ms = per_microbatch_ms - first  # one microbatch of the steady state is drawn
-            num_periods = math.floor((last - per_microbatch_ms) / period_ms + 1e-6)
+            first_ms, stop_ms = max(itertools.pairwise(breaks), key=lambda two: two[1] - two[0])
+            first_ms += per_microbatch_ms  # one microbatch of the steady state is drawn
+            num_periods = math.floor((stop_ms - first_ms) / period_ms + 1e-6)
             if num_periods > 0:
-                return start_ms, start_ms + num_periods * period_ms
+                return first_ms, first_ms + num_periods * period_ms
     return 0.0, 0.0
 
 
