@@ -29,6 +29,7 @@ from chunkgraph.megatron.core.access import (
     refuse_other_releases,
 )
 from chunkgraph.megatron.core.fused_gradients import fuse_gradients
+from chunkgraph.megatron.optimizer import Instead
 
 if TYPE_CHECKING:
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
@@ -105,7 +106,8 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
         hooks.before_log(log_signature.bind(*args, **kwargs).arguments["iteration"])
         is_logging = True
         try:
-            return log(*args, **kwargs)
+            with Instead(torch.tensor, _pinned_tensor):
+                return log(*args, **kwargs)
         finally:
             is_logging = False
 
@@ -159,6 +161,13 @@ def _reductions(hooks: ChunkGraphsInPretrain) -> dict[str, Callable[..., Any]]:
         return None if stat is None else torch.tensor(stat, dtype=torch.float32).item()
 
     return dict(zip(names, (has_succeeded, maximum), strict=True))
+
+
+def _pinned_tensor(data: Any, *, device: Any = "cpu", **options: Any) -> torch.Tensor:
+    """Return ``torch.tensor(...)``; the host does not wait for the device, as it does there."""
+    is_cuda = torch.device(device).type == "cuda"
+    host = torch.tensor(data, device="cpu", pin_memory=is_cuda, **options)
+    return host.to(device, non_blocking=True)
 
 
 class UnitScale:

@@ -56,7 +56,7 @@ class _HostNorm:
     read: Callable[[], float] | None = None
 
 
-class _Instead(TorchFunctionMode):
+class Instead(TorchFunctionMode):
     """Call ``replacement`` in place of one method of tensors."""
 
     def __init__(self, method: Any, replacement: Callable[..., Any]) -> None:
@@ -102,6 +102,7 @@ class MegatronOptimizerStep:
         self._main = [p for part in self._parts for p in part.get_parameters()]
         self._settled = SettledGradients(self._main if self._is_scaled else [])
         self._prepared: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._begun: Any = None  # what the replay that `begin` launched returned
         on_failure = site.options.on_failure
         self.gradients = StepGraph(
             "gradients", backend, self._facts, self._prepare, agree, on_failure
@@ -111,6 +112,18 @@ class MegatronOptimizerStep:
         self._eager_step = optimizer.step
         if not self.why_eager:
             self._undo.callback(patch_attributes(optimizer, {"step": self.step}))
+
+    def begin(self) -> None:
+        """Launch the first graph before `step`, if it replays; gradients must be complete.
+
+        Nothing but `step` or `cancel` may follow.
+        """
+        if not (self.why_eager or self._is_scaled) and self.gradients.is_ready():
+            self._begun = self.gradients.replay()
+
+    def cancel(self) -> None:
+        """Forget `begin`: the gradients, which it changed, are made again."""
+        self._begun = None
 
     def step(self) -> tuple[bool, Any, Any]:
         """Step the optimizer; see ``step`` of Megatron's optimizers.
@@ -125,11 +138,12 @@ class MegatronOptimizerStep:
                     return False, None, None
                 no_preparation = {"prepare_grads": lambda: False}
                 prepared.callback(patch_attributes(self._optimizer, no_preparation))
-            if not self.gradients.is_ready():
+            begun, self._begun = self._begun, None
+            if begun is None and not self.gradients.is_ready():
                 result: tuple[bool, Any, Any] = self._eager_step()
                 self.gradients.end_eager_step()
                 return result
-            success, norm, num_zeros = self.gradients.replay()
+            success, norm, num_zeros = begun or self.gradients.replay()
             for p, grad in self._prepared:
                 p.grad = grad
             for part in self._parts:
@@ -182,7 +196,7 @@ class MegatronOptimizerStep:
     def _cast(self) -> None:
         """Copy main parameters to model parameters, all at once."""
         copies: dict[torch.Tensor, torch.Tensor] = {}
-        with _Instead(torch.Tensor.copy_, copies.__setitem__):
+        with Instead(torch.Tensor.copy_, copies.__setitem__):
             for part in self._casting:
                 part._copy_main_params_to_model_params()
         if copies:
@@ -243,7 +257,7 @@ def _functions_on_device() -> dict[str, Callable[..., Any]]:
             tensors.append(tensor.reshape(()))
             return tensors[-1].double()
 
-        with _Instead(torch.Tensor.item, keep):
+        with Instead(torch.Tensor.item, keep):
             return function(*args, **kwargs), tensors
 
     def get_grad_norm_fp32(*args: Any, **kwargs: Any) -> Any:
