@@ -156,10 +156,9 @@ class ChunkGraphsInPretrain:
             undo.callback(self._forget)
             if self.flags is not None:
                 self._attach(self.flags, model, chunks, undo)
-                step = None
-                if optimizer is not None and self.flags.capture.optimizer:
+                if optimizer is not None and self.flags.capture.captures_optimizer:
                     step = self._attach_optimizer(optimizer, undo)
-                undo.callback(_postpone_checks(step).close)
+                    undo.callback(_postpone_checks(step).close)
             elif self._schedule != "auto":
                 self._driver = eager_driver(chunks, self._schedule)
                 undo.callback(self._driver.close)
@@ -290,7 +289,7 @@ class ChunkGraphsInPretrain:
             steps.announce_next(calculator.get_num_microbatches())
 
 
-def _postpone_checks(step: MegatronOptimizerStep | None) -> StepChecks:
+def _postpone_checks(step: MegatronOptimizerStep) -> StepChecks:
     args = pretrain_arguments()
     return StepChecks(None if any(getattr(args, name, None) for name in _USES_GRADIENTS) else step)
 
