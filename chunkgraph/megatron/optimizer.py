@@ -118,6 +118,7 @@ class MegatronOptimizerStep:
 
         Nothing but `step` or `cancel` may follow.
         """
+        self._begun = None
         if not (self.why_eager or self._is_scaled) and self.gradients.is_ready():
             self._begun = self.gradients.replay()
 

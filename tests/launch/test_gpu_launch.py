@@ -8,10 +8,13 @@ Run in one process for each rank under torchrun.
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
+from commands import finished
 from gpu_training import check_replays, train_on_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,3 +167,50 @@ def _compare(folder: Path, flags: list[str], num_processes: int) -> None:
     assert len(eager) == 5
     assert chunk == eager
     check_replays(output)
+
+
+@pytest.mark.megatron
+@pytest.mark.gpu
+@pytest.mark.timeout(180)
+def test_the_host_waits_for_no_value_of_a_step(tmp_path: Path) -> None:
+    """Megatron checks losses and gradients for NaN in these steps, and logs none of them."""
+    _skip_without_packages("")
+    script = tmp_path / "waiting.py"
+    script.write_text(_WAITING.format(script=str(SCRIPT)), encoding="utf-8")
+    flags = [*MODEL, *EIGHT, "--train-iters", "9", "--log-interval", "100", *CHUNK]
+    done = finished(
+        [sys.executable, "-m", "chunkgraph.launch", script, *flags],
+        {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        },
+        timeout_s=150.0,
+        cwd=tmp_path,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-12000:]
+    assert "steps without a wait: 3" in output
+
+
+_WAITING = """
+import runpy
+
+import torch
+from megatron.training import training
+
+step, number = training.train_step, 0
+
+def train_step(*args, **kwargs):
+    global number
+    number += 1
+    if number == 5:  # all graphs are captured
+        torch.cuda.set_sync_debug_mode("error")
+    if number == 8:
+        torch.cuda.set_sync_debug_mode("default")
+        print("steps without a wait: 3")
+    return step(*args, **kwargs)
+
+training.train_step = train_step
+runpy.run_path({script!r}, run_name="__main__")
+"""
