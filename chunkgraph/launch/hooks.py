@@ -52,7 +52,6 @@ from chunkgraph.megatron.features.experts.overlap import turn_off_overlap
 from chunkgraph.megatron.features.experts.state import scale_expert_metrics
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.params import shares_keys
-from chunkgraph.megatron.optimizer import MegatronOptimizerStep
 from chunkgraph.megatron.pipeline.choice import PipelinePlace
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.site import new_agreement
@@ -62,8 +61,6 @@ __all__ = ["ChunkGraphsInPretrain", "StepMetrics", "capture_line", "enable", "st
 
 _PROFILES = ("profile", "use_pytorch_profiler", "nvtx_ranges")
 """Megatron's flags of profilers, which show the names of replays."""
-_USES_GRADIENTS = ("save_wgrads_interval", "vision_pretraining")
-"""Megatron's flags that use gradients between the last backward and the optimizer's step."""
 _REPLAYS, _DROPPED = ("replays", ""), ("dropped tokens", "")
 """Counts of `StepMetrics`: a name and a reason."""
 
@@ -157,8 +154,8 @@ class ChunkGraphsInPretrain:
             if self.flags is not None:
                 self._attach(self.flags, model, chunks, undo)
                 if optimizer is not None and self.flags.capture.captures_optimizer:
-                    step = self._attach_optimizer(optimizer, undo)
-                    undo.callback(_postpone_checks(step).close)
+                    self._attach_optimizer(optimizer, undo)
+                    undo.callback(StepChecks().close)
             elif self._schedule != "auto":
                 self._driver = eager_driver(chunks, self._schedule)
                 undo.callback(self._driver.close)
@@ -196,9 +193,7 @@ class ChunkGraphsInPretrain:
             self._steps = _packed_steps(args, graphs, chunks, contexts)
             undo.callback(self._steps.close)
 
-    def _attach_optimizer(
-        self, optimizer: Any, undo: contextlib.ExitStack
-    ) -> MegatronOptimizerStep:
+    def _attach_optimizer(self, optimizer: Any, undo: contextlib.ExitStack) -> None:
         assert self.graphs is not None
         step = self.graphs.capture_optimizer(optimizer)
         self.always_succeeds = step.always_succeeds
@@ -207,7 +202,6 @@ class ChunkGraphsInPretrain:
             undo.callback(patch_attributes(optimizer, {"get_loss_scale": lambda: scale}))
         if step.why_eager:
             _print_on_rank_0(f"chunk graphs: the optimizer runs eagerly: {step.why_eager}")
-        return step
 
     def _contexts(
         self, flags: GraphFlags, args: Any, chunks: Sequence[Any], undo: contextlib.ExitStack
@@ -287,11 +281,6 @@ class ChunkGraphsInPretrain:
             # A step of another number, in a ramp-up, withdraws the announcement.
             calculator = import_megatron("megatron.core.num_microbatches_calculator")
             steps.announce_next(calculator.get_num_microbatches())
-
-
-def _postpone_checks(step: MegatronOptimizerStep) -> StepChecks:
-    args = pretrain_arguments()
-    return StepChecks(None if any(getattr(args, name, None) for name in _USES_GRADIENTS) else step)
 
 
 def _packed_steps(

@@ -3,7 +3,7 @@
 With ``--check-for-nan-in-loss-and-grad`` the host waits for the device at each loss, and at the
 norm of each bucket of gradients. `StepChecks` keeps them on the device until Megatron decides
 whether the step runs again: after the last backward, before the optimizer changes a parameter.
-During this one read the device prepares the step of the optimizer. If a check fails on any rank,
+While the device steps the optimizer, the host prepares the next step. If a check fails on any rank,
 Megatron makes all of them again, one by one: messages, reruns, checkpoints and exit codes are its
 own.
 """
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
-from chunkgraph.megatron.optimizer import MegatronOptimizerStep
 
 _POSTPONED = (torch.isnan, torch.isinf)
 
@@ -27,23 +26,16 @@ class StepChecks:
 
     Checks of the first iteration, of steps that run again and with injected errors are Megatron's.
     So are a script's own, such as for spiky losses; before them the host makes postponed ones.
-
-    Args:
-        optimizer: The step that follows the checks, if it may begin before they are read.
     """
 
-    def __init__(self, optimizer: MegatronOptimizerStep | None) -> None:
+    def __init__(self) -> None:
         module = import_megatron("megatron.core.rerun_state_machine")
         self._modes, self._states = module.RerunMode, module.RerunState
         self._machine = machine = module.get_rerun_state_machine()
-        self._optimizer = optimizer
         self._validate = machine.validate_result
         self._decide = machine.should_run_forward_backward
         self._values: list[torch.Tensor] = []
         self._checks: list[Callable[[], None]] = []
-        self._flag = torch.zeros(1, dtype=torch.int32, device="cuda")
-        self._host = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
-        self._event = torch.cuda.Event()
         self.close = patch_attributes(
             machine,
             {
@@ -94,21 +86,13 @@ class StepChecks:
 
     def _has_failed(self) -> bool:
         """Return whether a check failed, if Megatron runs steps again, on any rank."""
-        machine, flag = self._machine, self._flag
-        flag.fill_(machine.rerun_requested)
+        machine = self._machine
+        flag = torch.full((1,), machine.rerun_requested, dtype=torch.int32, device="cuda")
         if self._values:
             flag.add_(torch.stack(self._values).isfinite().all().logical_not())
         if machine.mode != self._modes.DISABLED:
             dist.all_reduce(flag)
-        self._host.copy_(flag, non_blocking=True)
-        self._event.record()
-        if self._optimizer is not None:
-            self._optimizer.begin()
-        self._event.synchronize()
-        has_failed = bool(self._host)
-        if has_failed and self._optimizer is not None:
-            self._optimizer.cancel()
-        return has_failed
+        return bool(flag)
 
     def _make_postponed(self) -> None:
         """Make the postponed checks, for which the host waits."""

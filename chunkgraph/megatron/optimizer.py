@@ -102,7 +102,6 @@ class MegatronOptimizerStep:
         self._main = [p for part in self._parts for p in part.get_parameters()]
         self._settled = SettledGradients(self._main if self._is_scaled else [])
         self._prepared: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._begun: Any = None  # what the replay that `begin` launched returned
         on_failure = site.options.on_failure
         self.gradients = StepGraph(
             "gradients", backend, self._facts, self._prepare, agree, on_failure
@@ -112,19 +111,6 @@ class MegatronOptimizerStep:
         self._eager_step = optimizer.step
         if not self.why_eager:
             self._undo.callback(patch_attributes(optimizer, {"step": self.step}))
-
-    def begin(self) -> None:
-        """Launch the first graph before `step`, if it replays; gradients must be complete.
-
-        Nothing but `step` or `cancel` may follow.
-        """
-        self._begun = None
-        if not (self.why_eager or self._is_scaled) and self.gradients.is_ready():
-            self._begun = self.gradients.replay()
-
-    def cancel(self) -> None:
-        """Forget `begin`: the gradients, which it changed, are made again."""
-        self._begun = None
 
     def step(self) -> tuple[bool, Any, Any]:
         """Step the optimizer; see ``step`` of Megatron's optimizers.
@@ -139,12 +125,11 @@ class MegatronOptimizerStep:
                     return False, None, None
                 no_preparation = {"prepare_grads": lambda: False}
                 prepared.callback(patch_attributes(self._optimizer, no_preparation))
-            begun, self._begun = self._begun, None
-            if begun is None and not self.gradients.is_ready():
+            if not self.gradients.is_ready():
                 result: tuple[bool, Any, Any] = self._eager_step()
                 self.gradients.end_eager_step()
                 return result
-            success, norm, num_zeros = begun or self.gradients.replay()
+            success, norm, num_zeros = self.gradients.replay()
             for p, grad in self._prepared:
                 p.grad = grad
             for part in self._parts:
