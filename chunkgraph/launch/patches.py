@@ -13,8 +13,9 @@ import argparse
 import importlib.util
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ _TRAINING = "megatron.training.training"
 _DATASETS = "megatron.core.datasets.utils"
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 _HOOKS = "chunkgraph_hooks"
+_WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
 
 
 def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Callable[[], None]:
@@ -61,6 +63,7 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
         "training_log",
         "print_rank_last",
     )
+    writers: list[LateWriter] = []
     log_signature = inspect.signature(log)
     is_logging = False
 
@@ -90,7 +93,9 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
     def train_with_hooks(
         forward_step_func: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        with hooks.training(model, optimizer):
+        with hooks.training(model, optimizer), ExitStack() as stack:
+            if hooks.graphs is not None:
+                stack.enter_context(_writing_late(writers))
             return train(forward_step_func, model, optimizer, *args, **kwargs)
 
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
@@ -103,6 +108,8 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_logging
+        for writer in writers:
+            writer.write()  # the numbers of the step before
         hooks.before_log(log_signature.bind(*args, **kwargs).arguments["iteration"])
         is_logging = True
         try:
@@ -170,6 +177,65 @@ def _pinned_tensor(data: Any, *, device: Any = "cpu", **options: Any) -> torch.T
     return host.to(device, non_blocking=True)
 
 
+@contextmanager
+def _writing_late(writers: list[LateWriter]) -> Iterator[None]:
+    """Let Megatron write numbers to late writers, which are added to ``writers``."""
+    replacements = {}
+    for name, get in zip(_WRITERS, private_names(_TRAINING, *_WRITERS), strict=True):
+        if (writer := get()) is not None:
+            writers.append(LateWriter(writer))
+            replacements[name] = partial(lambda late: late, writers[-1])
+    undo = patch_attributes(import_megatron(_TRAINING), replacements)
+    try:
+        yield
+    finally:
+        undo()
+    for late in writers:
+        late.write()  # not after an error: the device may never be done
+
+
+class LateWriter:
+    """A TensorBoard or W&B writer that writes numbers later, when the device has computed them.
+
+    Args:
+        writer: The writer. Before another of its methods or attributes is used, it has the numbers.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+        self._calls: list[tuple[Callable[..., Any], tuple[list[Any], Any]]] = []
+        self._event = torch.cuda.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._writer, name)
+        if name not in ("add_scalar", "log"):
+            self.write()
+            return attribute
+
+        def write_later(*args: Any, **kwargs: Any) -> None:
+            sent = [_sent(value) for value in args], _sent(kwargs)
+            self._event.record()
+            self._calls.append((attribute, sent))
+
+        return write_later
+
+    def write(self) -> None:
+        """Write the numbers so far."""
+        calls, self._calls = self._calls, []
+        self._event.synchronize()
+        for function, (args, kwargs) in calls:
+            function(*args, **kwargs)
+
+
+def _sent(value: Any) -> Any:
+    """Return a value with tensors on their way to pinned memory."""
+    if isinstance(value, dict):
+        return {key: _sent(one) for key, one in value.items()}
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", non_blocking=True, copy=True)
+    return value
+
+
 class UnitScale:
     """A loss scale of 1, known to the host; it multiplies as Megatron's tensor does."""
 
@@ -220,9 +286,7 @@ def _line_of(error: BaseException) -> str:
 
 def write_scalars(scalars: Mapping[str, float], iteration: int) -> None:
     """Write scalars of this iteration to TensorBoard and W&B, if enabled."""
-    get_tensorboard, get_wandb = private_names(
-        _TRAINING, "get_tensorboard_writer", "get_wandb_writer"
-    )
+    get_tensorboard, get_wandb = private_names(_TRAINING, *_WRITERS)
     if iteration % max(getattr(pretrain_arguments(), "tensorboard_log_interval", 1), 1):
         return
     if tensorboard := get_tensorboard():

@@ -141,3 +141,29 @@ def test_the_host_reads_nothing_that_it_knows(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(scaled, loss)
     assert maximum(None) is None
     assert maximum(0.1) == float(torch.tensor(0.1))  # as Megatron rounds it
+
+
+def test_numbers_are_written_later_as_they_were() -> None:
+    from chunkgraph.launch.patches import LateWriter
+    from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
+
+    written: list[Any] = []
+    plain = SimpleNamespace(
+        add_scalar=lambda *args: written.append(args),
+        log=lambda values, step: written.append((values, step)),
+        flush=lambda: written.append("flushed"),
+    )
+    with cpu_pretrain_host():
+        writer = LateWriter(plain)
+        loss = torch.tensor(2.0)
+        writer.add_scalar("loss", loss, 1)
+        writer.log({"loss": loss, "rate": 0.5}, 1)
+        loss.fill_(3.0)
+        assert written == []
+        writer.write()
+        assert written == [("loss", 2.0, 1), ({"loss": 2.0, "rate": 0.5}, 1)]
+        writer.write()
+        assert len(written) == 2
+        writer.add_scalar("loss", loss, 2)
+        writer.flush()
+    assert written[2:] == [("loss", 3.0, 2), "flushed"]
