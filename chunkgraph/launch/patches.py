@@ -63,7 +63,7 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
         "training_log",
         "print_rank_last",
     )
-    writers: list[LateWriter] = []
+    numbers = LateNumbers()
     log_signature = inspect.signature(log)
     is_logging = False
 
@@ -93,9 +93,8 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
     def train_with_hooks(
         forward_step_func: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        with hooks.training(model, optimizer), ExitStack() as stack:
-            if hooks.graphs is not None:
-                stack.enter_context(_writing_late(writers))
+        writers = [get() if hooks.flags else None for get in private_names(_TRAINING, *_WRITERS)]
+        with hooks.training(model, optimizer), numbers.delayed(*writers):
             return train(forward_step_func, model, optimizer, *args, **kwargs)
 
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
@@ -108,8 +107,7 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_logging
-        for writer in writers:
-            writer.write()  # the numbers of the step before
+        numbers.write()  # of the step before
         hooks.before_log(log_signature.bind(*args, **kwargs).arguments["iteration"])
         is_logging = True
         try:
@@ -177,54 +175,42 @@ def _pinned_tensor(data: Any, *, device: Any = "cpu", **options: Any) -> torch.T
     return host.to(device, non_blocking=True)
 
 
-@contextmanager
-def _writing_late(writers: list[LateWriter]) -> Iterator[None]:
-    """Let Megatron write numbers to late writers, which are added to ``writers``."""
-    replacements = {}
-    for name, get in zip(_WRITERS, private_names(_TRAINING, *_WRITERS), strict=True):
-        if (writer := get()) is not None:
-            writers.append(LateWriter(writer))
-            replacements[name] = partial(lambda late: late, writers[-1])
-    undo = patch_attributes(import_megatron(_TRAINING), replacements)
-    try:
-        yield
-    finally:
-        undo()
-    for late in writers:
-        late.write()  # not after an error: the device may never be done
+class LateNumbers:
+    """Numbers for TensorBoard and W&B, which are written when the device has computed them."""
 
+    def __init__(self) -> None:
+        self._calls: list[tuple[torch.cuda.Event, Callable[[], Any]]] = []
 
-class LateWriter:
-    """A TensorBoard or W&B writer that writes numbers later, when the device has computed them.
+    @contextmanager
+    def delayed(self, tensorboard: Any, wandb: Any) -> Iterator[None]:
+        """Let these writers, or None, write at the next `write`, or at the end."""
 
-    Args:
-        writer: The writer. Before another of its methods or attributes is used, it has the numbers.
-    """
-
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-        self._calls: list[tuple[Callable[..., Any], tuple[list[Any], Any]]] = []
-        self._event = torch.cuda.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._writer, name)
-        if name not in ("add_scalar", "log"):
+        def finish(*args: Any, **kwargs: Any) -> Any:
             self.write()
-            return attribute
+            return end(*args, **kwargs)
 
-        def write_later(*args: Any, **kwargs: Any) -> None:
-            sent = [_sent(value) for value in args], _sent(kwargs)
-            self._event.record()
-            self._calls.append((attribute, sent))
-
-        return write_later
+        with ExitStack() as undo:
+            if tensorboard is not None:
+                later = partial(self._add, tensorboard.add_scalar)
+                undo.callback(patch_attributes(tensorboard, {"add_scalar": later}))
+            if wandb is not None:
+                later, end = partial(self._add, wandb.log), wandb.finish
+                undo.callback(patch_attributes(wandb, {"log": later, "finish": finish}))
+            # Not after an error: the device may never be done.
+            undo.push(lambda kind, *_: self.write() if kind in (None, SystemExit) else None)
+            yield
 
     def write(self) -> None:
         """Write the numbers so far."""
         calls, self._calls = self._calls, []
-        self._event.synchronize()
-        for function, (args, kwargs) in calls:
-            function(*args, **kwargs)
+        for event, call in calls:
+            event.synchronize()
+            call()
+
+    def _add(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        call = partial(function, *map(_sent, args), **_sent(kwargs))
+        self._calls.append((event := torch.cuda.Event(), call))
+        event.record()
 
 
 def _sent(value: Any) -> Any:

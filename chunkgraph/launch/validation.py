@@ -2,10 +2,8 @@
 
 With ``--check-for-nan-in-loss-and-grad`` the host waits for the device at each loss, and at the
 norm of each bucket of gradients. `StepChecks` keeps them on the device until Megatron decides
-whether the step runs again: after the last backward, before the optimizer changes a parameter.
-While the device steps the optimizer, the host prepares the next step. If a check fails on any rank,
-Megatron makes all of them again, one by one: messages, reruns, checkpoints and exit codes are its
-own.
+whether the step runs again, before the optimizer. If one fails on any rank, Megatron makes all
+again, one by one, so that messages, reruns, checkpoints and exit codes are its own.
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ import torch
 import torch.distributed as dist
 
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
-
-_POSTPONED = (torch.isnan, torch.isinf)
 
 
 class StepChecks:
@@ -36,13 +32,8 @@ class StepChecks:
         self._decide = machine.should_run_forward_backward
         self._values: list[torch.Tensor] = []
         self._checks: list[Callable[[], None]] = []
-        self.close = patch_attributes(
-            machine,
-            {
-                "validate_result": self.validate_result,
-                "should_run_forward_backward": self.should_run_forward_backward,
-            },
-        )
+        names = ("validate_result", "should_run_forward_backward")
+        self.close = patch_attributes(machine, {name: getattr(self, name) for name in names})
 
     def validate_result(
         self, result: Any, rejection_func: Any, message: str, *args: Any, **kwargs: Any
@@ -50,7 +41,7 @@ class StepChecks:
         """Check a result now or at the end of the step; see Megatron's ``validate_result``."""
         machine = self._machine
         if (
-            rejection_func in _POSTPONED
+            rejection_func in (torch.isnan, torch.isinf)
             and isinstance(result, torch.Tensor)
             and result.numel() == 1
             and self._may_postpone()
@@ -72,8 +63,7 @@ class StepChecks:
             self._machine.state = self._states.NOT_RUNNING_YET
             return False
         self._make_postponed()
-        runs: bool = self._decide(data_iterator)
-        return runs
+        return bool(self._decide(data_iterator))
 
     def _may_postpone(self) -> bool:
         """Return whether this is the first run of a step, alike on all ranks."""
