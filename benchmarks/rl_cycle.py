@@ -3,9 +3,9 @@
     torchrun benchmarks/rl_cycle.py > rl_cycle.jsonl
     torchrun benchmarks/rl_cycle.py train.deterministic=true --rows 2048
 
-A cycle computes log-probabilities of 2 to 12 packs, those of a reference model, and trains twice on
-the packs. Eager packs have 90% of the rows or more, graphs pad them. With deterministic kernels
-both pad them, all results are compared, and another process fills 60 GB in each sleep.
+A cycle computes log-probabilities of 2 to 12 packs and a reference's, and trains twice. Eager packs
+have 90% of the rows or more, graphs pad them. With deterministic kernels both pad them, all results
+are compared, and another process fills 60 GB in each sleep.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ def packs_of(cycle: int, rows: int) -> list[list[int]]:
     """Draw the lengths of each pack's documents."""
     rng, least, packs = random.Random(cycle), rows * 9 // 10, []
     for _ in range(rng.randint(2, 12)):
-        cuts = [0, *sorted(rng.sample(range(1, least), rng.randint(3, SEQUENCES - 3)))]
-        ends = [*cuts[1:], rng.randint(least, rows)]
-        packs.append([b - a for a, b in zip(cuts, ends, strict=True)])
+        cuts = sorted(rng.sample(range(1, least), rng.randint(3, SEQUENCES - 3)))
+        packs.append(torch.tensor([0, *cuts, rng.randint(least, rows)]).diff().tolist())
     return packs
 
 
@@ -62,9 +61,10 @@ class Loop:
         self.models, self.schedules = (policy, reference), [get_forward_backward_func()] * 2
         policy[0].config.variable_seq_lengths = reference[0].config.variable_seq_lengths = True
         if uses_graphs:
-            packing = PackingOptions(PackedShape(SEQUENCES, self.rows), seq_buckets=())
-            options = CaptureOptions(can_sleep=True)
-            self.graphs = [attach(m, packing=packing, options=options) for m in self.models]
+            options: Any = {"options": CaptureOptions(can_sleep=True)}
+            options["packing"] = PackingOptions(PackedShape(SEQUENCES, self.rows), seq_buckets=())
+            self.graphs = [own := attach(policy, **options)]
+            self.graphs.append(attach(reference, **options, shares_memory_with=own))
             self.schedules = [g.wrap_forward_backward(self.schedules[0]) for g in self.graphs]
 
     def inputs(self, packs: list[list[int]]) -> Iterator[dict[str, Any]]:
@@ -97,8 +97,8 @@ class Loop:
         def forward_step(data: Iterator[dict[str, Any]], chunk: Any) -> Any:
             return chunk(**next(data)), loss_of
 
-        self.models[which][0].train(trains)
         more: Any = {"model": self.models[which], "forward_step_func": forward_step}
+        more["model"][0].train(trains)
         more |= {"num_microbatches": len(packs), "seq_length": 1, "micro_batch_size": 1}
         more |= {"data_iterator": iter(self.batches), "forward_only": not trains}
         more |= {"packings": packs} if self.graphs else {}

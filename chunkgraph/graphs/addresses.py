@@ -92,6 +92,8 @@ class Pool(Protocol):
 
     label: str
     device: torch.device
+    is_asleep: bool = False
+    """Whether its memory was given back."""
 
     @property
     def reserved_bytes(self) -> int:

@@ -10,7 +10,8 @@ from another capture. Let R(k) be this memory. No graph of another slot, or of a
 write it: one that does overwrites it, and only its replay gives it a value.
 
 A slot may have several variants, of which one is in flight at a time. No graph of another variant
-of slot k runs in between, so graphs of k's variants count as graphs of k.
+of slot k runs in between, so graphs of k's variants count as graphs of k. Nor does a graph of a
+model that never has a microbatch in flight while this one has: the two may share all but R(k).
 """
 
 from __future__ import annotations
@@ -49,16 +50,24 @@ class SlotFootprint:
         return foreign
 
 
-def find_conflicts(slots: Sequence[SlotFootprint]) -> list[tuple[str, str, AddressRanges]]:
-    """List (graph, slot, addresses) for each graph that writes memory another slot still reads."""
+def find_conflicts(
+    slots: Sequence[SlotFootprint], apart: Sequence[SlotFootprint] = ()
+) -> list[tuple[str, str, AddressRanges]]:
+    """List (graph, slot, addresses) for each graph that writes memory another slot still reads.
+
+    Args:
+        slots: All slots of a session.
+        apart: Slots of other sessions, never in flight together with these.
+    """
     conflicts: list[tuple[str, str, AddressRanges]] = []
-    for reader in slots:
-        foreign = reader.foreign()
-        for writer in slots:
+    for i, reader in enumerate((*slots, *apart)):
+        foreign, is_apart = reader.foreign(), i >= len(slots)
+        for j, writer in enumerate(slots if is_apart else (*slots, *apart)):
             if writer is reader:
                 continue
             is_variant = reader.slot is not None and writer.slot == reader.slot
-            read = foreign if is_variant else reader.live | foreign
+            may_share = is_variant or is_apart or j >= len(slots)
+            read = foreign if may_share else reader.live | foreign
             for graph, writes in writer.writes.items():
                 common = writes & read
                 if common:
@@ -66,13 +75,13 @@ def find_conflicts(slots: Sequence[SlotFootprint]) -> list[tuple[str, str, Addre
     return conflicts
 
 
-def prove_disjoint(slots: Sequence[SlotFootprint]) -> None:
-    """Check the rule for all slots of a rank.
+def prove_disjoint(slots: Sequence[SlotFootprint], apart: Sequence[SlotFootprint] = ()) -> None:
+    """Check the rule for all slots of a rank; see `find_conflicts`.
 
     Raises:
         MemoryPlanError: Graphs and slots conflict; the message names the first few pairs.
     """
-    conflicts = find_conflicts(slots)
+    conflicts = find_conflicts(slots, apart)
     if not conflicts:
         return
     shown = "\n".join(

@@ -60,7 +60,7 @@ from chunkgraph.engine.program import (
 from chunkgraph.engine.slot import Slot, SlotMemory
 from chunkgraph.engine.tree import Call, Signature
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import AddressRanges, GraphBackend, Pool
+from chunkgraph.graphs import AddressRanges, GraphBackend
 from chunkgraph.memory import MemoryPlan, PoolPlan, SlotFootprint, prove_disjoint
 
 BeginPart = Callable[[Hashable | None], None]
@@ -82,8 +82,7 @@ class SessionSettings:
         begin_part: see `BeginPart`.
         any_rank: return whether the argument is true on any rank in the same part of its session.
         layers: follows the layers of the chunks.
-        idle_pools: pools of graphs that are replayed in other steps, for `PoolPlan`; the first
-            session adds one of its own.
+        others: return the graphs that are replayed in other steps, whose memory serves here too.
     """
 
     host: Host
@@ -96,7 +95,7 @@ class SessionSettings:
     begin_part: BeginPart = lambda _: None
     any_rank: Callable[[bool], bool] = bool
     layers: LayerWatch = field(default_factory=LayerWatch)
-    idle_pools: list[Pool] = field(default_factory=list)
+    others: Callable[[], Sequence[GraphSet]] = tuple
 
 
 _NUM_REPLAYS = 4  # of a slot under test that differs from eager passes
@@ -125,7 +124,8 @@ def capture_session(
     """
     refuse_contexts(chunks[0].label, CaptureError)
     rank = rank_label(chunks)
-    pools = PoolPlan(settings.memory_plan, backend, rank, settings.idle_pools)
+    idle = [other.pools for other in settings.others()]
+    pools = PoolPlan(settings.memory_plan, backend, rank, idle)
     captured: GraphSet | None = None
     try:
         # When `_run` returns, only slots may hold memory of graphs.
@@ -138,8 +138,6 @@ def capture_session(
         if captured is not None:
             captured.release()
         raise
-    if not settings.idle_pools:
-        settings.idle_pools.append(pools.pools[-1])
     return captured
 
 
@@ -503,7 +501,9 @@ def _prove(session: Session) -> None:
         aliases.check_memory(chunk.label)
     if session.settings.prove:
         backend = session.backend
-        prove_disjoint([_footprint(slot, backend) for slot in session.slots])
+        others = [slot for other in session.settings.others() for of in other.slots for slot in of]
+        own, apart = ([_footprint(s, backend) for s in slots] for slots in (session.slots, others))
+        prove_disjoint(own, apart)
 
 
 def _banks(session: Session) -> dict[Hashable, Bank]:

@@ -30,16 +30,12 @@ class SimulatedPool(Pool):
     Args:
         label: Name of the pool in errors.
         take_segment: Callback with the bytes of segments before they are allocated, or wake.
-
-    Attributes:
-        is_asleep: Whether its memory counts as free.
     """
 
     def __init__(self, label: str, take_segment: Callable[[int], object] = lambda _: None) -> None:
         self.label = label
         self.device = torch.device("cpu")
         self._take_segment = take_segment
-        self.is_asleep = False
         self._segments: list[tuple[int, np.ndarray]] = []
         self._free: list[tuple[int, int]] = []  # (num_bytes, start), sorted: best fit first
         self._used: dict[int, int] = {}  # start -> num_bytes
@@ -49,8 +45,9 @@ class SimulatedPool(Pool):
         self._dead: deque[int] = deque()  # starts
 
     def reserve(self, num_bytes: int) -> None:
-        """Add one free segment of this size, for later captures."""
-        if num_bytes > 0:
+        """Add one free segment of this size, for later captures, unless there is one."""
+        self._release_dead()
+        if num_bytes > max((size for size, _ in self._free), default=0):
             insort(self._free, self._new_segment(num_bytes))
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
