@@ -299,11 +299,7 @@ class ChunkGraphs:
             SlotError: a microbatch was forwarded but not run backward when the step ended.
             ReplayMismatchError: a call differs from the captured one.
         """
-        self.memory.refuse_inside("A step began")
-        if self.is_asleep:
-            raise SlotError(
-                "A step began while graphs sleep. Call wake() or release() before, on every rank."
-            )
+        self.memory.check_step(self, with_gradients=self._is_training and not forward_only)
         if forward_only:
             evaluation = self.forward_only.step(
                 num_microbatches, shape_key, plan or StepPlan(), eager=eager

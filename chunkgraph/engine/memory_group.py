@@ -17,6 +17,7 @@ from chunkgraph.engine.step import StepMode
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.graphs import GraphBackend, Pool
 from chunkgraph.memory import pools
+from chunkgraph.memory.sleeping import refuse_asleep
 from chunkgraph.optimizer import StepGraph
 
 if TYPE_CHECKING:
@@ -96,6 +97,21 @@ class MemoryGroup:
                 raise SlotError(
                     f"{what} inside a step of {engine.chunks[0].label}. End that step first."
                 )
+
+    def check_step(self, engine: ChunkGraphs, *, with_gradients: bool) -> None:
+        """Refuse a step that may not begin now; see `ChunkGraphs.step`.
+
+        Raises:
+            SlotError: a step of these engines runs, or memory that this one uses sleeps.
+        """
+        self.refuse_inside("A step began")
+        if self.is_asleep:
+            raise SlotError(
+                "A step began while graphs sleep. Call wake() or release() before, on every rank."
+            )
+        for chunk in engine.chunks:
+            what = f"A step of {chunk.label} began"
+            refuse_asleep(chunk.parameters, what, with_gradients=with_gradients)
 
     @property
     def is_asleep(self) -> bool:

@@ -126,7 +126,7 @@ def wake(pools: Sequence[Pool], backend: GraphBackend, label: str) -> None:
     Args:
         pools: The pools, which sleep.
         backend: Their backend.
-        label: Name of the rank in errors.
+        label: Name of the rank, or of the memory, in errors.
 
     Raises:
         torch.OutOfMemoryError: too little is free; all pools still sleep.
@@ -141,10 +141,10 @@ def wake(pools: Sequence[Pool], backend: GraphBackend, label: str) -> None:
             raise
         needed, free = sum(p.reserved_bytes for p in pools), backend.free_bytes() or 0
         raise torch.OutOfMemoryError(
-            f"{label}: waking the graphs needs {needed / 2**20:.0f} MiB, but only "
-            f"{free / 2**20:.0f} MiB of {backend.device} are free. They still sleep.\n"
-            "  To do: free memory, such as that of an inference engine in this or another "
-            "process, and call wake() again; or call release()."
+            f"{label}: waking needs {needed / 2**20:.0f} MiB, but only {free / 2**20:.0f} MiB of "
+            f"{backend.device} are free. The memory still sleeps.\n  To do: free memory, such as "
+            "that of an inference engine in this or another process, and call wake() again; or "
+            "release() graphs."
         ) from error
 
 
