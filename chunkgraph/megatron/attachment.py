@@ -145,8 +145,7 @@ def attach(  # the options of a job, as keywords
             site.find_parts()
             own = (kind.of(site, undo) for kind in kinds)
             installed = Features((feature for feature in own if feature is not None), progress)
-            sharing = None if shares_memory_with is None else shares_memory_with.engine
-            graphs = MegatronChunkGraphs(site, installed, undo, backend, sharing)
+            graphs = MegatronChunkGraphs(site, installed, undo, backend, shares_memory_with)
             failure.callback(graphs.detach)
             for part in site.parts:
                 call = partial(graphs.receiver.call, part.index)
@@ -190,7 +189,7 @@ class MegatronChunkGraphs:
         features: Features,
         undo: ExitStack,
         backend: GraphBackend | None,
-        shares_memory_with: ChunkGraphs | None = None,
+        shares_memory_with: MegatronChunkGraphs | None = None,
     ) -> None:
         is_split = site.schedule is not None and site.schedule.splits_backward
         program = SPLIT if is_split else None
@@ -207,7 +206,7 @@ class MegatronChunkGraphs:
             banks=Banks() if features.plans is None else features.plans.banks,
             backend=backend,
             schedule=site.rank_schedule,
-            shares_memory_with=shares_memory_with,
+            shares_memory_with=shares_memory_with and shares_memory_with.engine,
         )
         if features.only_training:
             engine.forward_only.why_not = f"they have {features.only_training}"
