@@ -17,13 +17,13 @@ __all__ = ["CaptureOptions", "Chunk", "ChunkGraphs", "__version__", "sleeping_me
 
 __version__ = "0.1.0"
 
-_MODULES = dict.fromkeys(("CaptureOptions", "Chunk", "ChunkGraphs"), "chunkgraph.engine")
-_MODULES["sleeping_memory"] = "chunkgraph.memory.sleeping"
+_ENGINE_NAMES = frozenset({"CaptureOptions", "Chunk", "ChunkGraphs"})
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
+    if name in __all__:
+        folder = "engine" if name in _ENGINE_NAMES else "memory.sleeping"
+        return getattr(import_module(f"chunkgraph.{folder}"), name)
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
 

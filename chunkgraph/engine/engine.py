@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -71,7 +70,8 @@ class ChunkGraphs:
         banks: the variants of every slot; see `Banks`. None: a single one.
         schedule: that of every training step, which paged slots need (``options.max_slots``).
         shares_memory_with: an engine whose steps never overlap with those of this one, such as that
-            of a reference model: slots and scratch of both lie in the same memory.
+            of a reference model: slots and scratch of both lie in the same memory. It makes the
+            graphs with its ``backend``.
         takes_misfits: whether every training step states on every rank whether its inputs fit
             (`step`, `announce`); the same on all ranks. ``banks.drops_failed`` needs it.
 
@@ -119,7 +119,11 @@ class ChunkGraphs:
         self._num_slots = arguments.check_counts(len(self.chunks), num_slots)
         self._num_together = num_together
         self.counters = Counters()
-        self.memory = MemoryGroup.of(self.chunks, self.options, backend, shares_memory_with)
+        if shares_memory_with is None:
+            backend = backend or arguments.default_backend(self.chunks, self.options)
+            self.memory = MemoryGroup(backend)
+        else:
+            self.memory = shares_memory_with.memory
         self.backend = self.memory.backend
         self._agreement, self._host = Agreement(agree or agree_alone), host or Host()
         self._optimizers: list[CapturedOptimizer] = []
@@ -165,6 +169,7 @@ class ChunkGraphs:
         self._was_replaced = False  # as of the end of the last step
         self._banks = StepBanks(self._of_banks, len(self.chunks))
         count, limit = self.options.num_warmup_steps, self._limit
+        takes_memory = limit is None and self.options.verify == "none"
         self._samples = Samples(self._banks, self.chunks, count, warns=self._is_training)
         self._replayer = (Replayer if limit is None else limit.replayer(self.backend))(
             self.chunks,
@@ -183,7 +188,7 @@ class ChunkGraphs:
                 num_together=self._num_together if limit is None else None,
                 limit=limit.begin if limit is not None else None,
                 host=self._host,
-                others=partial(self.memory.others, self),
+                others=self.memory.sets if takes_memory else tuple,
             ),
             backend=self.backend,
             options=self.options,
@@ -594,11 +599,6 @@ class ChunkGraphs:
     def is_asleep(self) -> bool:
         """Return whether the graphs sleep."""
         return self.memory.is_asleep
-
-    @property
-    def takes_memory(self) -> bool:
-        """Return whether memory of other graphs may serve those of this engine."""
-        return self.options.verify == "none" and self._limit is None
 
     def sets(self) -> list[GraphSet]:
         """Return the graphs of training steps and of forward-only steps, as far as captured."""

@@ -7,12 +7,10 @@ as scratch and slots too. Static inputs are not shared: constant ones are not lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from chunkgraph.engine import arguments
-from chunkgraph.engine.chunk import CaptureOptions, Chunk
 from chunkgraph.engine.step import StepMode
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.graphs import GraphBackend, Pool
@@ -32,71 +30,50 @@ class MemoryGroup:
         backend: makes the graphs of all engines.
 
     Attributes:
-        backend: makes the graphs of all engines.
-        step_graphs: graphs of optimizers, which sleep too, by engine.
+        step_graphs: graphs of each engine's optimizers, which sleep too.
     """
 
     def __init__(self, backend: GraphBackend) -> None:
         self.backend = backend
         self.step_graphs: WeakKeyDictionary[ChunkGraphs, list[StepGraph]] = WeakKeyDictionary()
 
-    @classmethod
-    def of(
-        cls,
-        chunks: Sequence[Chunk],
-        options: CaptureOptions,
-        backend: GraphBackend | None,
-        other: ChunkGraphs | None,
-    ) -> MemoryGroup:
-        """Return the group of ``other``; a new one if that is None.
+    def join(self, engine: ChunkGraphs) -> None:
+        """Add an engine.
 
         Raises:
-            ConfigError: the two cannot share memory.
+            ConfigError: it cannot share the memory of the others.
         """
-        if other is None:
-            return cls(backend or arguments.default_backend(chunks, options))
-        own = other.memory.backend
-        devices = {p.device for chunk in chunks for p in chunk.parameters}
-        problem = {
-            "both have the same backend: pass none": backend not in (None, own),
-            f"both are on {own.device}": not devices <= {own.device},
-            "slots have no pages: leave out max_slots and max_slot_memory": options.has_pages,
-            "both sleep: pass both can_sleep=True": options.can_sleep and not own.can_sleep,
+        devices = {p.device for chunk in engine.chunks for p in chunk.parameters}
+        options, can_sleep = engine.options, self.backend.can_sleep
+        needs = {
+            f"both are on {self.backend.device}": devices <= {self.backend.device},
+            "slots have no pages (max_slots, max_slot_memory)": not options.has_pages,
+            "both have can_sleep=True": can_sleep or not options.can_sleep,
         }
-        for what, is_violated in problem.items():
-            if is_violated:
-                raise ConfigError(
-                    f"{arguments.rank_label(chunks)}: shares_memory_with needs that {what}."
-                )
-        return other.memory
-
-    def join(self, engine: ChunkGraphs) -> None:
-        """Add an engine."""
+        for what, is_met in needs.items():
+            if self.step_graphs and not is_met:
+                rank = arguments.rank_label(engine.chunks)
+                raise ConfigError(f"{rank}: shares_memory_with needs that {what}.")
         self.step_graphs[engine] = []
 
-    def others(self, engine: ChunkGraphs) -> list[GraphSet]:
-        """Return the graphs whose memory may serve those of ``engine``, which has none now.
+    def sets(self) -> list[GraphSet]:
+        """Return all graphs whose memory may serve others.
 
-        Poison would overwrite what libraries keep in a pool, and pages need slots of one layout.
+        Poison (``verify``) would overwrite what libraries keep in a pool.
         """
-        engines = self.step_graphs if engine.takes_memory else ()
-        return [graphs for e in engines if e.options.verify == "none" for graphs in e.sets()]
+        engines = (e for e in self.step_graphs if e.options.verify == "none")
+        return [graphs for engine in engines for graphs in engine.sets()]
 
     def refuse_inside(self, what: str, only: ChunkGraphs | None = None) -> None:
-        """Refuse what must not happen while a microbatch may be in flight.
-
-        Args:
-            what: what happens, in words.
-            only: the engine of the microbatch; None: any engine.
+        """Refuse what must not happen while a microbatch of any engine may be in flight.
 
         Raises:
-            SlotError: a step runs.
+            SlotError: a step runs, of ``only`` if that is not None.
         """
         for engine in self.step_graphs if only is None else [only]:
             if engine.mode is not StepMode.OUTSIDE:
-                raise SlotError(
-                    f"{what} inside a step of {engine.chunks[0].label}. End that step first."
-                )
+                label = engine.chunks[0].label
+                raise SlotError(f"{what} inside a step of {label}. End that step first.")
 
     def check_step(self, engine: ChunkGraphs, *, with_gradients: bool) -> None:
         """Refuse a step that may not begin now; see `ChunkGraphs.step`.
@@ -110,8 +87,7 @@ class MemoryGroup:
                 "A step began while graphs sleep. Call wake() or release() before, on every rank."
             )
         for chunk in engine.chunks:
-            what = f"A step of {chunk.label} began"
-            refuse_asleep(chunk.parameters, what, with_gradients=with_gradients)
+            refuse_asleep(chunk.label, chunk.parameters, with_gradients=with_gradients)
 
     @property
     def is_asleep(self) -> bool:

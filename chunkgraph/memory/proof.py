@@ -10,8 +10,8 @@ from another capture. Let R(k) be this memory. No graph of another slot, or of a
 write it: one that does overwrites it, and only its replay gives it a value.
 
 A slot may have several variants, of which one is in flight at a time. No graph of another variant
-of slot k runs in between, so graphs of k's variants count as graphs of k. Nor does a graph of a
-model that never has a microbatch in flight while this one has: the two may share all but R(k).
+of slot k runs in between, so graphs of k's variants count as graphs of k. So do the slots of
+another session, with a microbatch in flight only in steps of its own.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class SlotFootprint:
             backend knows it.
         live: L(k), the memory that must survive from the slot's forward to its backward.
         writes: W(G) by label, for each graph of the slot and for loading its inputs.
+        session: Key of its session; slots of two sessions are never in flight together.
     """
 
     label: str
@@ -41,6 +42,7 @@ class SlotFootprint:
     writes: dict[str, AddressRanges]
     slot: Hashable = None
     reads: AddressRanges = field(default_factory=AddressRanges)
+    session: int = 0
 
     def foreign(self) -> AddressRanges:
         """Return R(k), the memory of ``reads`` that no graph of the slot writes."""
@@ -50,23 +52,16 @@ class SlotFootprint:
         return foreign
 
 
-def find_conflicts(
-    slots: Sequence[SlotFootprint], apart: Sequence[SlotFootprint] = ()
-) -> list[tuple[str, str, AddressRanges]]:
-    """List (graph, slot, addresses) for each graph that writes memory another slot still reads.
-
-    Args:
-        slots: All slots of a session.
-        apart: Slots of other sessions, never in flight together with these.
-    """
+def find_conflicts(slots: Sequence[SlotFootprint]) -> list[tuple[str, str, AddressRanges]]:
+    """List (graph, slot, addresses) for each graph that writes memory another slot still reads."""
     conflicts: list[tuple[str, str, AddressRanges]] = []
-    for i, reader in enumerate((*slots, *apart)):
-        foreign, is_apart = reader.foreign(), i >= len(slots)
-        for j, writer in enumerate(slots if is_apart else (*slots, *apart)):
+    for reader in slots:
+        foreign = reader.foreign()
+        for writer in slots:
             if writer is reader:
                 continue
             is_variant = reader.slot is not None and writer.slot == reader.slot
-            may_share = is_variant or is_apart or j >= len(slots)
+            may_share = is_variant or writer.session != reader.session
             read = foreign if may_share else reader.live | foreign
             for graph, writes in writer.writes.items():
                 common = writes & read
@@ -75,13 +70,13 @@ def find_conflicts(
     return conflicts
 
 
-def prove_disjoint(slots: Sequence[SlotFootprint], apart: Sequence[SlotFootprint] = ()) -> None:
-    """Check the rule for all slots of a rank; see `find_conflicts`.
+def prove_disjoint(slots: Sequence[SlotFootprint]) -> None:
+    """Check the rule for all slots of a rank.
 
     Raises:
         MemoryPlanError: Graphs and slots conflict; the message names the first few pairs.
     """
-    conflicts = find_conflicts(slots, apart)
+    conflicts = find_conflicts(slots)
     if not conflicts:
         return
     shown = "\n".join(

@@ -1,13 +1,4 @@
-"""Memory of parameters, gradients or other state that sleeps, and wakes at the same addresses.
-
-::
-
-    with chunkgraph.sleeping_memory("weights", backup="host") as weights:
-        model = build_model()
-    ...
-    weights.sleep()  # between two steps
-    weights.wake()
-"""
+"""Memory of parameters, gradients or other state that sleeps, and wakes at the same addresses."""
 
 from __future__ import annotations
 
@@ -22,49 +13,40 @@ from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.graphs import AddressRange, CUDABackend, GraphBackend, RecorderBackend, tensor_at
 from chunkgraph.memory import pools
 
-Backup = Literal["host"] | None
-
-_asleep: set[SleepingMemory] = set()
+_asleep: set[sleeping_memory] = set()
 
 
-def sleeping_memory(
-    label: str, *, backup: Backup = None, device: torch.device | None = None
-) -> SleepingMemory:
-    """Return memory for all that this thread allocates on a device in a ``with`` block of it.
+class sleeping_memory:  # noqa: N801 - like torch.no_grad
+    """Serve all that this thread allocates in a ``with`` block. Tensors may outlive this object.
 
     Args:
-        label: Its name in errors.
+        label: Name in errors.
         backup: ``host`` keeps the contents in pinned memory of the host meanwhile. None: they are
-            undefined after `SleepingMemory.wake`, and the caller fills them.
-        device: Default: the current CUDA device; the CPU if there is none.
+            undefined after `wake`, and the caller fills them.
+        backend: Makes the memory. Default: CUDA's on the current device, else the CPU recorder.
 
     Raises:
         ConfigError: ``backup`` is unknown, or memory of this process must not sleep
             (`chunkgraph.graphs.arena`).
-    """
-    if backup not in (None, "host"):
-        raise ConfigError(f"backup is {shown(backup)}; it must be 'host' or None.")
-    if torch.cuda.is_available() if device is None else device.type == "cuda":
-        return SleepingMemory(label, CUDABackend(device, can_sleep=True), backup)
-    return SleepingMemory(label, RecorderBackend(can_sleep=True), backup)
-
-
-class SleepingMemory:
-    """Memory that can be given back; see `sleeping_memory`. Its tensors may outlive this object.
-
-    Args:
-        label: Its name in errors.
-        backend: Makes its pool.
-        backup: See `sleeping_memory`.
 
     Attributes:
-        label: Its name in errors.
+        label: Name in errors.
         pool: The memory.
     """
 
-    def __init__(self, label: str, backend: GraphBackend, backup: Backup) -> None:
-        self.label, self.pool = label, backend.new_pool(label)
-        self._backend, self._copier, self._backup = backend, backend.new_copier(), backup
+    def __init__(
+        self,
+        label: str,
+        *,
+        backup: Literal["host"] | None = None,
+        backend: GraphBackend | None = None,
+    ) -> None:
+        if backup not in (None, "host"):
+            raise ConfigError(f"backup is {shown(backup)}; it must be 'host' or None.")
+        make = CUDABackend if torch.cuda.is_available() else RecorderBackend
+        self._backend = make(can_sleep=True) if backend is None else backend
+        self.label, self.pool = label, self._backend.new_pool(label)
+        self._copier, self._backup = self._backend.new_copier(), backup
         self._blocks: list[AddressRange] = []  # with a backup
         self._host: torch.Tensor | None = None
         self._entered = ExitStack()
@@ -89,7 +71,7 @@ class SleepingMemory:
         if self._backup is not None:
             self._blocks = list(self.pool.live())
             num_bytes = sum(end - start for start, end in self._blocks)
-            if self._blocks and (self._host is None or self._host.numel() != num_bytes):
+            if num_bytes and (self._host is None or self._host.numel() != num_bytes):
                 self._host = self._copier.host_memory(num_bytes)
             self._copy(to_host=True)
         self.pool.sleep()
@@ -120,24 +102,20 @@ class SleepingMemory:
         self._backend.synchronize()
 
 
-def refuse_asleep(parameters: Iterable[torch.Tensor], what: str, *, with_gradients: bool) -> None:
-    """Refuse a step that would use memory that sleeps.
-
-    Args:
-        parameters: The parameters that the step uses.
-        what: What would use them, in words.
-        with_gradients: Whether it uses their gradients too.
+def refuse_asleep(label: str, parameters: Iterable[torch.Tensor], *, with_gradients: bool) -> None:
+    """Refuse a step of the chunk ``label`` that would use memory that sleeps.
 
     Raises:
-        SlotError: Some of it sleeps.
+        SlotError: a parameter, or a gradient that the step uses, lies in it.
     """
     for memory in _asleep:
         reserved = memory.pool.reserved()
         for p in parameters:
             grads = (p.grad, getattr(p, "main_grad", None)) if with_gradients else ()
             used = [t.data_ptr() for t in (p, *grads) if t is not None]
-            if reserved and any(area.start <= a < area.end for area in reserved for a in used):
+            if any(area.start <= a < area.end for area in reserved for a in used):
                 raise SlotError(
-                    f"{what} while memory {memory.label} sleeps, which holds a parameter or "
-                    f"gradient of shape {tuple(p.shape)}. Call its wake() before, on every rank."
+                    f"A step of {label} began while memory {memory.label} sleeps, which holds a "
+                    f"parameter or gradient of shape {tuple(p.shape)}. Call its wake() before, on "
+                    "every rank."
                 )

@@ -136,15 +136,11 @@ def test_steps_of_models_that_share_memory_never_overlap(backend: GraphBackend) 
 
 def test_what_cannot_share_memory_is_refused() -> None:
     policy, _ = pair(RecorderBackend())
-    model = Tower()
     for match, options in {
-        "both have the same backend": {"backend": RecorderBackend()},
         "slots have no pages": {"options": CaptureOptions(max_slots=1)},
-        "both sleep": {"options": CaptureOptions(can_sleep=True)},
+        "both have can_sleep=True": {"options": CaptureOptions(can_sleep=True)},
         "both are on cpu": {"chunks": Tower().to("meta")},
     }.items():
+        arguments = {"chunks": Tower(), "num_slots": 1, "schedule": object(), **options}
         with pytest.raises(ConfigError, match=f"shares_memory_with needs that {match}"):
-            ChunkGraphs(
-                **{"chunks": model, "num_slots": 1, "schedule": object(), **options},
-                shares_memory_with=policy,
-            )
+            ChunkGraphs(**arguments, shares_memory_with=policy)  # type: ignore[arg-type]

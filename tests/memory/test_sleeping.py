@@ -11,17 +11,18 @@ from toys import Tower, add_to_main_grads, all_equal, sample
 import chunkgraph
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.errors import ConfigError, SlotError
-from chunkgraph.graphs import RecorderBackend
-from chunkgraph.memory.sleeping import SleepingMemory, sleeping_memory
+from chunkgraph.graphs import CUDABackend, RecorderBackend
+from chunkgraph.memory.sleeping import sleeping_memory
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def built(device: str, *, sleeps: bool) -> tuple[torch.nn.Module, list[SleepingMemory]]:
+def built(device: str, *, sleeps: bool) -> tuple[torch.nn.Module, list[sleeping_memory]]:
     """Return a module with main gradients, and the memory of both."""
     where = torch.device(device)
-    weights = sleeping_memory("weights", backup="host", device=where)
-    gradients = sleeping_memory("gradients", device=where)
+    backend = (CUDABackend if device == "cuda" else RecorderBackend)(can_sleep=True)
+    weights = sleeping_memory("weights", backup="host", backend=backend)
+    gradients = sleeping_memory("gradients", backend=backend)
     torch.manual_seed(3)
     with torch.device(where):
         if not sleeps:
@@ -36,7 +37,7 @@ def built(device: str, *, sleeps: bool) -> tuple[torch.nn.Module, list[SleepingM
 
 
 def trained(
-    graphs: ChunkGraphs, memories: list[SleepingMemory], *, eager: bool
+    graphs: ChunkGraphs, memories: list[sleeping_memory], *, eager: bool
 ) -> list[torch.Tensor]:
     """Alternate log-probabilities, without gradients in memory, and training."""
     module: Any = graphs.chunks[0].module
@@ -143,7 +144,10 @@ def test_a_step_that_uses_sleeping_memory_says_which(eager: bool) -> None:
 
 def test_a_failed_wake_can_be_repeated() -> None:
     backend = RecorderBackend(limit_bytes=4 << 20, can_sleep=True)
-    memory, other = SleepingMemory("weights", backend, "host"), backend.new_pool("other")
+    memory, other = (
+        sleeping_memory("weights", backup="host", backend=backend),
+        backend.new_pool("other"),
+    )
     with memory:
         x = torch.arange(3 << 20, dtype=torch.uint8)
     memory.sleep()

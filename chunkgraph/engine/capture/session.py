@@ -501,9 +501,9 @@ def _prove(session: Session) -> None:
         aliases.check_memory(chunk.label)
     if session.settings.prove:
         backend = session.backend
-        others = [slot for other in session.settings.others() for of in other.slots for slot in of]
-        own, apart = ([_footprint(s, backend) for s in slots] for slots in (session.slots, others))
-        prove_disjoint(own, apart)
+        others = [[s for of_chunk in g.slots for s in of_chunk] for g in session.settings.others()]
+        all_slots = enumerate([session.slots, *others])
+        prove_disjoint([_footprint(s, backend, i) for i, slots in all_slots for s in slots])
 
 
 def _banks(session: Session) -> dict[Hashable, Bank]:
@@ -548,7 +548,7 @@ def _statics(slot: Slot) -> tuple[torch.Tensor, ...]:
     return *slot.inputs.tensors, *grads
 
 
-def _footprint(slot: Slot, backend: GraphBackend) -> SlotFootprint:
+def _footprint(slot: Slot, backend: GraphBackend, session: int) -> SlotFootprint:
     """Return the memory that a slot's graphs read and write, for the proof."""
     loaded, reads = AddressRanges(), AddressRanges()
     for tensor in _statics(slot):
@@ -558,7 +558,8 @@ def _footprint(slot: Slot, backend: GraphBackend) -> SlotFootprint:
     writes = {graph.label: graph.writes() for graph in slot.graphs.values()}
     # Copies into static inputs before a replay are writes too.
     writes[f"{slot.label} (its inputs loaded)"] = loaded
-    return SlotFootprint(slot.label, slot.memory.live | loaded, writes, slot.memory.slot_id, reads)
+    live, slot_id = slot.memory.live | loaded, slot.memory.slot_id
+    return SlotFootprint(slot.label, live, writes, slot_id, reads, session)
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:
