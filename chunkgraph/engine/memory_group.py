@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from chunkgraph.engine import arguments
 from chunkgraph.engine.step import StepMode
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.graphs import GraphBackend, Pool
@@ -41,19 +40,12 @@ class MemoryGroup:
         """Add an engine.
 
         Raises:
-            ConfigError: it cannot share the memory of the others.
+            ConfigError: it cannot take the memory of the others: its slots need one layout.
         """
-        devices = {p.device for chunk in engine.chunks for p in chunk.parameters}
-        options, can_sleep = engine.options, self.backend.can_sleep
-        needs = {
-            f"both are on {self.backend.device}": devices <= {self.backend.device},
-            "slots have no pages (max_slots, max_slot_memory)": not options.has_pages,
-            "both have can_sleep=True": can_sleep or not options.can_sleep,
-        }
-        for what, is_met in needs.items():
-            if self.step_graphs and not is_met:
-                rank = arguments.rank_label(engine.chunks)
-                raise ConfigError(f"{rank}: shares_memory_with needs that {what}.")
+        if self.step_graphs and engine.options.has_pages:
+            raise ConfigError(
+                "shares_memory_with cannot be combined with paged slots. Leave one of them out."
+            )
         self.step_graphs[engine] = []
 
     def sets(self) -> list[GraphSet]:

@@ -193,6 +193,7 @@ class MegatronChunkGraphs:
     ) -> None:
         is_split = site.schedule is not None and site.schedule.splits_backward
         program = SPLIT if is_split else None
+        other: ChunkGraphs | None = getattr(shares_memory_with, "engine", None)
         self.engine = engine = ChunkGraphs(
             [
                 replace(features.wrap(part), keeps_input_grads=not lends, program=program)
@@ -206,7 +207,7 @@ class MegatronChunkGraphs:
             banks=Banks() if features.plans is None else features.plans.banks,
             backend=backend,
             schedule=site.rank_schedule,
-            shares_memory_with=shares_memory_with and shares_memory_with.engine,
+            shares_memory_with=other,
         )
         if features.only_training:
             engine.forward_only.why_not = f"they have {features.only_training}"

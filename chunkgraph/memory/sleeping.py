@@ -10,7 +10,8 @@ import torch
 
 from chunkgraph._text import shown
 from chunkgraph.errors import ConfigError, SlotError
-from chunkgraph.graphs import AddressRange, CUDABackend, GraphBackend, RecorderBackend, tensor_at
+from chunkgraph.graphs import AddressRanges, CUDABackend, GraphBackend, RecorderBackend, tensor_at
+from chunkgraph.graphs.copies import Moves
 from chunkgraph.memory import pools
 
 _asleep: set[sleeping_memory] = set()
@@ -47,8 +48,8 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
         self._backend = make(can_sleep=True) if backend is None else backend
         self.label, self.pool = label, self._backend.new_pool(label)
         self._copier, self._backup = self._backend.new_copier(), backup
-        self._blocks: list[AddressRange] = []  # with a backup
-        self._host: torch.Tensor | None = None
+        self._live = AddressRanges()  # when it slept last
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the host, and here
         self._entered = ExitStack()
 
     def __enter__(self) -> Self:
@@ -69,11 +70,11 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
             return
         self._backend.release_cached_memory()  # waits for the device
         if self._backup is not None:
-            self._blocks = list(self.pool.live())
-            num_bytes = sum(end - start for start, end in self._blocks)
-            if num_bytes and (self._host is None or self._host.numel() != num_bytes):
-                self._host = self._copier.host_memory(num_bytes)
-            self._copy(to_host=True)
+            if (live := self.pool.live()) != self._live:
+                blocks = [tensor_at(r.start, r.end - r.start, self.pool.device) for r in live]
+                self._copies = [(self._copier.host_memory(b.numel()), b) for b in blocks]
+                self._live = live
+            self._copy(self._copies, to_host=True)
         self.pool.sleep()
         _asleep.add(self)
 
@@ -86,18 +87,11 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
         if self.is_asleep:
             self._backend.release_cached_memory()
             pools.wake([self.pool], self._backend, self.label)
-            self._copy(to_host=False)
+            self._copy([(block, host) for host, block in self._copies], to_host=False)
             _asleep.discard(self)
 
-    def _copy(self, *, to_host: bool) -> None:
-        """Copy all blocks, and wait."""
-        moves, begin = [], 0
-        for start, end in self._blocks:
-            assert self._host is not None
-            block = tensor_at(start, end - start, self.pool.device)
-            on_host = self._host[begin : begin + block.numel()]
-            moves.append((on_host, block) if to_host else (block, on_host))
-            begin += block.numel()
+    def _copy(self, moves: Moves, *, to_host: bool) -> None:
+        """Copy, and wait."""
         self._copier.wait(self._copier.copy(moves, [], to_host=to_host))
         self._backend.synchronize()
 
