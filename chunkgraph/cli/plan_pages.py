@@ -13,7 +13,7 @@ from chunkgraph.cli.plan_request import Request
 from chunkgraph.cli.plan_tables import RankRow, table
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import CostModel, simulate
-from chunkgraph.slots import PageClock, plan_pages
+from chunkgraph.slots import PageClock, PagePlan, plan_pages
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,6 +72,22 @@ def _counts(args: argparse.Namespace, rows: Sequence[RankRow]) -> list[tuple[int
     return counts
 
 
+def _simulated(
+    request: Request, args: argparse.Namespace, counts: Sequence[tuple[int, ...]]
+) -> tuple[list[PagePlan], float]:
+    """Return the plan of each rank, and the ratio of the step to that with all slots.
+
+    Raises:
+        ConfigError: A chunk has too few slots.
+    """
+    schedule, (out, back) = request.build(), args.page_time
+    costs = dict.fromkeys(range(schedule.num_stages), CostModel(page_out_ms=out, page_in_ms=back))
+    plans = [plan_pages(schedule, rank, of_rank, costs) for rank, of_rank in enumerate(counts)]
+    clocks = {rank: PageClock(plan, costs) for rank, plan in enumerate(plans)}
+    paged, whole = simulate(schedule, costs, clocks), simulate(schedule, costs)
+    return plans, paged.makespan_ms / whole.makespan_ms
+
+
 def print_pages(
     console: Console, args: argparse.Namespace, request: Request, rows: Sequence[RankRow]
 ) -> None:
@@ -82,27 +98,21 @@ def print_pages(
     """
     if not (counts := _counts(args, rows)):
         return
-    schedule, (out, back) = request.build(), args.page_time
-    own = CostModel(page_out_ms=out, page_in_ms=back)
-    costs = dict.fromkeys(range(schedule.num_stages), own)
-    plans = [plan_pages(schedule, rank, of_rank, costs) for rank, of_rank in enumerate(counts)]
-    clocks = {rank: PageClock(plan, costs) for rank, plan in enumerate(plans)}
-    step_ms = simulate(schedule, costs, clocks).makespan_ms
-    ratio = step_ms / simulate(schedule, costs).makespan_ms
+    plans, ratio = _simulated(request, args, counts)
     cells = []
-    for plan, row in zip(plans, rows, strict=True):
-        line = [str(row.plan.rank), " ".join(map(str, plan.num_slots)), str(len(plan.pages))]
+    for plan, count, row in zip(plans, counts, rows, strict=True):
+        line = [str(row.plan.rank), " ".join(map(str, count)), str(len(plan.pages))]
         if row.memory is not None:
             sizes = row.memory.slot_bytes_per_chunk
-            moved = 2 * sum(sizes[page.chunk] for page in plan.pages)
-            slots, places = (sum(map(mul, n, sizes)) for n in (plan.num_slots, plan.num_places))
-            line += map(format_bytes, (slots, moved, places))
+            moved = 2 * sum(sizes[page.key[0]] for page in plan.pages)
+            pinned = sum(sizes[c] for c, _ in {(p.key[0], p.place) for p in plan.pages})
+            line += map(format_bytes, (sum(map(mul, count, sizes)), moved, pinned))
         cells.append(line)
     headings = ("Rank", "Slots per chunk", "Pages", "Slots", "Moved", "Pinned memory")
     console.print("Pages: activations on the host, in one step", style="bold")
     console.print(table(headings[: len(cells[0])], cells))
     console.print(
-        f"Simulated step: {ratio:.3f} of that with all slots, if a page takes {out:g} forwards to "
-        f"the host and {back:g} back.",
+        f"Simulated step: {ratio:.3f} of that with all slots, if a page takes "
+        "{:g} forwards to the host and {:g} back.".format(*args.page_time),
         soft_wrap=True,
     )

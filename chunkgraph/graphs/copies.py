@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
 Mark = Any
-Moves = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Pairs of target and source, which are bytes."""
+Parts = Sequence[torch.Tensor]
+"""Memory, as bytes."""
 
 
 class Copier:
     """Copies in both directions at once; those of one direction run one after the other.
 
     Those of the CPU run as late as they may, when somebody waits for them. So a missing wait gives
-    wrong numbers, as it does with a slow link.
+    wrong numbers, as it does with a slow link. What has moved to the host is filled with 0xFF.
     """
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
@@ -31,31 +32,23 @@ class Copier:
         """Return a mark of all that the current stream has to do."""
         return None
 
-    def copy(
-        self,
-        moves: Moves,
-        after: Sequence[Mark],
-        *,
-        to_host: bool,
-        dead: Sequence[torch.Tensor] = (),
-    ) -> Mark:
+    def copy(self, targets: Parts, sources: Parts, after: Sequence[Mark], *, to_host: bool) -> Mark:
         """Launch copies, and return their mark.
 
         Args:
-            moves: The copies; their memory stays in use until the mark.
+            targets: Where to; in use until the mark, as ``sources`` are.
+            sources: Where from.
             after: Marks that they wait for.
             to_host: The direction.
-            dead: Memory whose contents nobody needs afterwards; on the CPU, it is filled with 0xFF.
         """
-        del to_host
-        left = [moves]
 
+        @cache
         def run() -> None:
-            for mark in after if left else ():
+            for mark in after:
                 self.wait(mark)
-            for target, source in left.pop() if left else ():
+            for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
-                if any(source is memory for memory in dead):
+                if to_host:
                     source.fill_(0xFF)
 
         return run
@@ -85,24 +78,18 @@ class CudaCopier(Copier):
         """See `Copier`."""
         return torch.cuda.current_stream(self._device).record_event()
 
-    def copy(
-        self,
-        moves: Moves,
-        after: Sequence[Mark],
-        *,
-        to_host: bool,
-        dead: Sequence[torch.Tensor] = (),
-    ) -> Mark:
+    def copy(self, targets: Parts, sources: Parts, after: Sequence[Mark], *, to_host: bool) -> Mark:
         """See `Copier`."""
-        del dead
         stream = self._streams[to_host]
         for mark in after:
-            stream.wait_event(mark)
+            if mark is not None:
+                stream.wait_event(mark)
         with torch.cuda.stream(stream):
-            for target, source in moves:
+            for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
         return stream.record_event()
 
     def wait(self, mark: Mark) -> None:
         """See `Copier`."""
-        torch.cuda.current_stream(self._device).wait_event(mark)
+        if mark is not None:
+            torch.cuda.current_stream(self._device).wait_event(mark)

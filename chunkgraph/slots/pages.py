@@ -14,13 +14,12 @@ other in no cycle that their schedule lacks.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import count, product
+from itertools import product
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import Action, CostModel, Op, Schedule, build_schedule, simulate
@@ -29,8 +28,8 @@ from chunkgraph.slots.plan import SlotPlan
 _Key = tuple[int, int]
 """Chunk and microbatch."""
 
-_WAYS = tuple(product(range(1, 5), range(5), (0, 1), (0, 8)))
-"""How long to hold, to lead at least, which of the furthest leaves, and to lead at most."""
+_WAYS = tuple(product(range(1, 5), range(5)))
+"""How many actions to hold a slot after the forward, and to lead the backward by at least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,25 +37,18 @@ class Page:
     """What the forward of one microbatch saved, on its way to the host and back.
 
     Attributes:
-        chunk: Index of the chunk on its rank.
-        microbatch: The microbatch.
+        key: Index of the chunk on its rank, and the microbatch.
         forward: Position of its forward among the rank's actions.
         begin: Position of the action before which its copy back is launched.
         backward: Position of its backward, or of the first half.
         place: Number of its buffer on the host, among those of the chunk.
     """
 
-    chunk: int
-    microbatch: int
+    key: _Key
     forward: int
     begin: int
     backward: int
     place: int = 0
-
-    @property
-    def key(self) -> _Key:
-        """Return chunk and microbatch."""
-        return self.chunk, self.microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +57,15 @@ class PagePlan:
 
     Attributes:
         actions: The rank's compute actions.
-        chunks: Chunk of each action.
-        num_slots: Number of slots of each chunk.
+        keys: Chunk and microbatch of each.
         pages: The pages, in the order in which they come back.
         slots: For each chunk and microbatch the slots of its forward and of its backward.
-        num_places: Number of buffers on the host, for each chunk.
-        delay_ms: Mean delay of the actions, and that of the last one, in a simulation of the rank.
     """
 
     actions: tuple[Action, ...]
-    chunks: tuple[int, ...]
-    num_slots: tuple[int, ...]
-    pages: tuple[Page, ...] = ()
-    slots: Mapping[_Key, tuple[int, int]] = field(default_factory=dict)
-    num_places: tuple[int, ...] = ()
-    delay_ms: float = 0.0
+    keys: tuple[_Key, ...]
+    pages: tuple[Page, ...]
+    slots: Mapping[_Key, tuple[int, int]]
 
     def leaving(self) -> dict[int, Page]:
         """Return the page that leaves after the action at a position."""
@@ -108,10 +94,19 @@ class RankSchedule:
     costs: CostModel = field(default_factory=CostModel)
 
     @staticmethod
-    def of(plan: SlotPlan, rank: int, num_ranks: int, group_size: int | None) -> RankSchedule:
+    def of(plan: SlotPlan) -> RankSchedule:
         """Return the schedule for which a rank's slots were planned."""
-        sizes = {"num_ranks": num_ranks, "num_chunks": plan.num_chunks, "group_size": group_size}
-        return RankSchedule(partial(_built, plan.schedule, sizes), rank)
+
+        def build(num_microbatches: int) -> Schedule:
+            return build_schedule(
+                plan.schedule,
+                num_ranks=plan.num_ranks,
+                num_microbatches=num_microbatches,
+                num_chunks=plan.num_chunks,
+                group_size=plan.group_size,
+            )
+
+        return RankSchedule(build, plan.rank)
 
 
 def split_actions(schedule: Schedule) -> Schedule:
@@ -129,7 +124,7 @@ def split_actions(schedule: Schedule) -> Schedule:
 def plan_pages(
     schedule: Schedule,
     rank: int,
-    num_slots: Sequence[int],
+    num_slots: Sequence[int | None],
     costs: CostModel | Mapping[int, CostModel] | None = None,
 ) -> PagePlan:
     """Plan the pages of one rank in one step.
@@ -140,7 +135,7 @@ def plan_pages(
     Args:
         schedule: A valid schedule.
         rank: The rank.
-        num_slots: Number of slots of each of its chunks.
+        num_slots: Number of slots of each of its chunks; None for a chunk without pages.
         costs: See `simulate`.
 
     Raises:
@@ -148,23 +143,10 @@ def plan_pages(
     """
     if not isinstance(costs, Mapping):
         costs = dict.fromkeys(range(schedule.num_stages), costs or CostModel())
-    actions, chunks, spans = _spans(schedule, rank)
-    plan = PagePlan(actions=actions, chunks=chunks, num_slots=tuple(num_slots))
     starts = [span.start_ms for span in simulate(schedule, costs).spans[rank]]
-    seen: set[tuple[Page, ...]] = set()
-    plans: list[PagePlan] = []
-    for way in _WAYS:
-        by_chunk = [
-            _pages(own, len(actions), count, *way)
-            for own, count in zip(spans, num_slots, strict=True)
-        ]
-        if None in by_chunk:
-            continue
-        pages = (page for own in by_chunk for page in own or ())
-        ordered = tuple(sorted(pages, key=lambda page: (page.begin, page.backward)))
-        if ordered not in seen:
-            seen.add(ordered)
-            plans.append(_assigned(replace(plan, pages=ordered), costs, starts))
+    plans = [
+        plan for way in _WAYS if (plan := _plan_of_way(schedule, rank, num_slots, *way)) is not None
+    ]
     if not plans:
         raise ConfigError(
             f"rank {rank}: {list(num_slots)} slots are too few for schedule {schedule.name!r} with "
@@ -175,197 +157,147 @@ def plan_pages(
     return min(
         plans,
         key=lambda p: (
-            round(p.delay_ms, 6),
+            round(_delay_ms(p, costs, starts), 6),
             len(p.pages),
-            sum(page.begin - page.backward for page in p.pages),
+            sum(page.begin for page in p.pages),
         ),
     )
 
 
 def least_slots(schedule: Schedule, rank: int) -> tuple[int, ...]:
     """Return the smallest numbers of slots with which the chunks of a rank can run a step."""
-    actions, _, spans = _spans(schedule, rank)
-    return tuple(
-        next(n for n in count(1) if _pages(own, len(actions), n, *_WAYS[0]) is not None)
-        for own in spans
-    )
-
-
-class _Span(NamedTuple):
-    """The positions of one microbatch of one chunk."""
-
-    chunk: int
-    microbatch: int
-    forward: int
-    backward: int
-    last: int
-
-
-def _spans(
-    schedule: Schedule, rank: int
-) -> tuple[tuple[Action, ...], tuple[int, ...], list[list[_Span]]]:
-    """Return a rank's actions, their chunks, and each chunk's microbatches that have a backward."""
-    actions = schedule.compute_actions(rank)
-    chunks = tuple(schedule.chunk_of(action.stage) for action in actions)
-    places: defaultdict[_Key, list[int]] = defaultdict(list)
-    for position, (action, chunk) in enumerate(zip(actions, chunks, strict=True)):
-        places[chunk, action.microbatch].append(position)
-    spans: list[list[_Span]] = [[] for _ in range(schedule.num_chunks)]
-    for (chunk, microbatch), at in places.items():
-        if at[1:]:
-            spans[chunk].append(_Span(chunk, microbatch, at[0], at[1], at[-1]))
-    return actions, chunks, spans
-
-
-def _pages(  # the numbers of a way
-    spans: Sequence[_Span],
-    num_actions: int,
-    num_slots: int,
-    hold: int,
-    lead: int,
-    skip: int,
-    most: int,
-) -> list[Page] | None:
-    """Return the pages of one chunk; None if the slots are too few."""
-    held = [0] * num_actions
-    for span in spans:
-        for position in range(span.forward, span.last + 1):
-            held[position] += 1
-    leaving: list[_Span] = []
-    alive: list[_Span] = []
-    waiting = list(reversed(spans))
-    for position in range(num_actions):
-        while waiting and waiting[-1].forward + hold < position:
-            alive.append(waiting.pop())
-        while held[position] > num_slots:
-            alive = [span for span in alive if position < span.backward - lead]
-            if not alive:
-                return None
-            alive.sort(key=lambda span: -span.backward)
-            span = alive.pop(min(skip, len(alive) - 1))
-            leaving.append(span)
-            for between in range(span.forward + hold + 1, span.backward - lead):
-                held[between] -= 1
-    pages: list[Page] = []
-    earliest = 0
-    for chunk, microbatch, forward, backward, _ in sorted(leaving, key=lambda s: s.backward):
-        begin = backward - lead
-        while begin > max(forward + hold + 1, earliest, backward - most):
-            if held[begin - 1] >= num_slots:
-                break
-            begin -= 1
-            held[begin] += 1
-        earliest = begin
-        pages.append(
-            Page(
-                chunk=chunk,
-                microbatch=microbatch,
-                forward=forward,
-                begin=begin,
-                backward=backward,
-            )
-        )
-    return pages
+    stays: list[list[tuple[int, int]]] = [[] for _ in range(schedule.num_chunks)]
+    for (c, _), (forward, backward, *last) in _positions(schedule, rank).items():
+        stays[c] += [(forward, min(forward + 1, backward - 1)), (backward, max((backward, *last)))]
+    return tuple(map(_most_together, stays))
 
 
 class PageClock:
     """Simulate the copies of one rank: one direction at a time each, both at once.
 
     Args:
-        plan: The rank's plan. A microbatch that has no slot yet gets the one that is free first.
+        plan: The rank's plan.
         costs: Durations by stage.
-
-    Attributes:
-        slots: See `PagePlan`.
     """
 
     def __init__(self, plan: PagePlan, costs: Mapping[int, CostModel]) -> None:
         self._plan, self._costs = plan, costs
         self._leaving, self._coming = plan.leaving(), plan.coming()
-        self._paged = {page.key for page in plan.pages}
-        self._free_ms = [dict.fromkeys(range(n), 0.0) for n in plan.num_slots]  # of free slots
-        self._out_ms = self._in_ms = 0.0  # when each direction is idle
-        self._saved_ms: dict[_Key, float] = {}
-        self._back_ms: dict[_Key, float] = {}
-        self._num_left = defaultdict[_Key, int](int)
-        for action, chunk in zip(plan.actions, plan.chunks, strict=True):
-            self._num_left[chunk, action.microbatch] += 1
-        self.slots = {key: list(places) for key, places in plan.slots.items()}
+        self._out_ms = self._in_ms = self._end_ms = 0.0  # when each direction and the rank is idle
+        self._saved_ms: defaultdict[_Key, float] = defaultdict(float)  # by chunk and slot
+        self._page_ms: defaultdict[_Key, float] = defaultdict(float)  # on the host, then back
 
-    def start_ms(self, position: int, earliest_ms: float) -> float:
-        """Return when the action at a position can start, at ``earliest_ms`` or later.
-
-        Args:
-            position: Each from 0 on, in order.
-            earliest_ms: When its inputs exist and the action before it has ended.
-        """
-        action, chunk = self._plan.actions[position], self._plan.chunks[position]
-        now = self._end_ms if position else 0.0
+    def start_ms(self, position: int, earliest_ms: float, duration_ms: float) -> float:
+        """See `chunkgraph.schedules.Clock`."""
+        plan, key = self._plan, self._plan.keys[position]
         for page in self._coming.get(position, ()):
-            key = page.key
-            free_ms = self._take(key, 1)
-            begin = max(now, free_ms, self._in_ms, self._saved_ms[key])
-            self._in_ms = begin + self._cost(page).page_in_ms
-            self._back_ms[key] = self._in_ms
-        key = chunk, action.microbatch
-        if action.op is Op.F:
-            return max(earliest_ms, self._take(key, 0))
-        return max(earliest_ms, self._back_ms.get(key, 0.0))
-
-    def ended(self, position: int, end_ms: float) -> None:
-        """Note that the action at a position has ended."""
-        self._end_ms = end_ms
-        action, chunk = self._plan.actions[position], self._plan.chunks[position]
-        key = chunk, action.microbatch
-        self._num_left[key] -= 1
-        page = self._leaving.get(position)
-        if page is not None:
-            begin = max(end_ms, self._out_ms)
-            self._out_ms = self._saved_ms[key] = begin + self._cost(page).page_out_ms
-            self._free_ms[chunk][self.slots[key][0]] = self._out_ms
-        elif not self._num_left[key]:
-            self._free_ms[chunk][self.slots[key][1]] = end_ms
+            slot = page.key[0], plan.slots[page.key][1]
+            begin = max(self._end_ms, self._in_ms, self._page_ms[page.key], self._saved_ms[slot])
+            self._in_ms = self._page_ms[page.key] = begin + self._cost(page).page_in_ms
+        action, slot = plan.actions[position], (key[0], plan.slots.get(key, (0, 0))[0])
+        wait_ms = self._saved_ms[slot] if action.op is Op.F else self._page_ms[key]
+        start = max(earliest_ms, wait_ms)
+        self._end_ms = start + duration_ms
+        if (page := self._leaving.get(position)) is not None:
+            begin = max(self._end_ms, self._out_ms)
+            self._out_ms = begin + self._cost(page).page_out_ms
+            self._page_ms[key] = self._saved_ms[slot] = self._out_ms
+        return start
 
     def _cost(self, page: Page) -> CostModel:
         return self._costs[self._plan.actions[page.forward].stage]
 
-    def _take(self, key: _Key, which: int) -> float:
-        """Give a microbatch its slot; return when it is free."""
-        free = self._free_ms[key[0]]
-        if key not in self.slots or len(self.slots[key]) <= which:
-            slot = min(free, key=lambda slot: (free[slot], slot))
-            of_page = key in self._paged
-            self.slots.setdefault(key, []).extend([slot] if of_page else [slot, slot])
-        return free.pop(self.slots[key][which])
 
-
-def _assigned(plan: PagePlan, costs: Mapping[int, CostModel], starts: Sequence[float]) -> PagePlan:
-    """Return the plan with slots, buffers on the host, and its delay."""
-    clock = PageClock(plan, costs)
-    end_ms = 0.0
+def _delay_ms(plan: PagePlan, costs: Mapping[int, CostModel], starts: Sequence[float]) -> float:
+    """Return the mean delay of a rank's actions after their starts, and that of the last one."""
+    clock, end_ms = PageClock(plan, costs), 0.0
     delays: list[float] = []
     for position, action in enumerate(plan.actions):
-        start = clock.start_ms(position, max(end_ms, starts[position]))
+        duration_ms = costs[action.stage].duration_ms(action.op)
+        start = clock.start_ms(position, max(end_ms, starts[position]), duration_ms)
         delays.append(start - starts[position])
-        end_ms = start + costs[action.stage].duration_ms(action.op)
-        clock.ended(position, end_ms)
-    num_places = [0] * len(plan.num_slots)
-    busy: list[list[int]] = [[] for _ in plan.num_slots]  # last positions by place
-    places: dict[_Key, int] = {}
-    for page in sorted(plan.pages, key=lambda page: page.forward):
-        ends = busy[page.chunk]
-        place = next((i for i, end in enumerate(ends) if end < page.forward), len(ends))
-        ends[place : place + 1] = [page.backward]
-        places[page.key] = place
-        num_places[page.chunk] = len(ends)
-    return replace(
-        plan,
-        pages=tuple(replace(p, place=places[p.key]) for p in plan.pages),
-        slots={key: (slots[0], slots[1]) for key, slots in clock.slots.items()},
-        num_places=tuple(num_places),
-        delay_ms=fmean(delays) + delays[-1],
-    )
+        end_ms = start + duration_ms
+    return fmean(delays) + delays[-1]
 
 
-def _built(name: str, sizes: Mapping[str, int | None], num_microbatches: int) -> Schedule:
-    return build_schedule(name, num_microbatches=num_microbatches, **sizes)  # type: ignore[arg-type]
+def _positions(schedule: Schedule, rank: int) -> dict[_Key, list[int]]:
+    """Return the positions of the actions of each chunk and microbatch of a rank."""
+    positions: defaultdict[_Key, list[int]] = defaultdict(list)
+    for position, action in enumerate(schedule.compute_actions(rank)):
+        positions[schedule.chunk_of(action.stage), action.microbatch].append(position)
+    return positions
+
+
+def _plan_of_way(
+    schedule: Schedule, rank: int, num_slots: Sequence[int | None], hold: int, lead: int
+) -> PagePlan | None:
+    """Return the plan of one way; None if the slots are too few."""
+    actions, positions = schedule.compute_actions(rank), _positions(schedule, rank)
+    pages: list[Page] = []
+    slots: dict[_Key, tuple[int, int]] = {}
+    for c, count in enumerate(num_slots):
+        if count is None:
+            continue
+        own = {key: at for key, at in positions.items() if key[0] == c}
+        begins = _begins(own, count, hold, lead)
+        if begins is None:
+            return None
+        stays: dict[Any, tuple[int, int]] = {key: (at[0], at[-1]) for key, at in own.items()}
+        for key, begin in begins.items():
+            stays[key] = own[key][0], own[key][0] + hold
+            stays[key, "back"] = begin, own[key][-1]
+        numbers = _numbers(stays, count)
+        slots |= {key: (numbers[key], numbers.get((key, "back"), numbers[key])) for key in own}
+        away = {key: (own[key][0], own[key][1]) for key in begins}
+        places = _numbers(away, _most_together(away.values()))
+        pages += [
+            Page(key=key, forward=at[0], begin=begins[key], backward=at[1], place=places[key])
+            for key, at in away.items()
+        ]
+    pages.sort(key=lambda page: (page.begin, page.backward))
+    keys = tuple((schedule.chunk_of(action.stage), action.microbatch) for action in actions)
+    return PagePlan(actions=actions, keys=keys, pages=tuple(pages), slots=slots)
+
+
+def _begins(
+    positions: Mapping[_Key, Sequence[int]], num_slots: int, hold: int, lead: int
+) -> dict[_Key, int] | None:
+    """Return where the pages of a chunk come back; None if the slots are too few."""
+    held = Counter(p for at in positions.values() for p in range(at[0], at[-1] + 1))
+    begins: dict[_Key, int] = {}
+    for position in sorted(held):
+        while held[position] > num_slots:
+            others = [
+                (at[1], key)
+                for key, at in positions.items()
+                if key not in begins and at[0] + hold < position < at[1] - lead
+            ]
+            if not others:
+                return None
+            backward, key = max(others)
+            begins[key] = backward - lead
+            held.subtract(range(positions[key][0] + hold + 1, backward - lead))
+    earliest = 0
+    for key in sorted(begins, key=lambda key: positions[key][1]):
+        earliest = max(earliest, positions[key][0] + hold + 1)
+        while begins[key] > earliest and held[begins[key] - 1] < num_slots:
+            begins[key] -= 1
+            held[begins[key]] += 1
+        earliest = begins[key]
+    return begins
+
+
+def _numbers(stays: Mapping[Any, tuple[int, int]], count: int) -> dict[Any, int]:
+    """Number stays, of a first and a last position, below ``count``: the longest free one each."""
+    ends, numbers = [-1] * count, {}
+    for key, (first, last) in sorted(stays.items(), key=lambda item: item[1]):
+        numbers[key] = number = min(range(count), key=ends.__getitem__)
+        assert ends[number] < first
+        ends[number] = last
+    return numbers
+
+
+def _most_together(stays: Iterable[tuple[int, int]]) -> int:
+    """Return the largest number of stays that hold one position."""
+    held = Counter(position for first, last in stays for position in range(first, last + 1))
+    return max(held.values(), default=0)

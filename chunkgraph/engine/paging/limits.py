@@ -142,6 +142,5 @@ class SlotLimit:
         Raises:
             ConfigError: A chunk has too few slots.
         """
-        counts = [num_microbatches if count is None else count for count in num_slots]
         own = self._schedule
-        return plan_pages(self.check(num_microbatches), own.rank, counts, own.costs)
+        return plan_pages(self.check(num_microbatches), own.rank, num_slots, own.costs)

@@ -7,7 +7,7 @@ every capture session tests the bytes: a graph may hold an address of its own sl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -24,12 +24,10 @@ class SlotPage:
     """The bytes that one variant of a slot keeps.
 
     Attributes:
-        kept: Those that its forward wrote, by offset in its pool.
-        parts: These, and those of its static inputs.
+        parts: Those that its forward wrote into its pool, and those of its static inputs.
         layout: Offset and size of each part; None if an offset is unknown.
     """
 
-    kept: tuple[torch.Tensor, ...]
     parts: tuple[torch.Tensor, ...]
     layout: tuple[tuple[int, int], ...] | None
 
@@ -37,24 +35,21 @@ class SlotPage:
     def of(slot: Slot) -> SlotPage:
         """Return the page of a captured slot."""
         pool, kept = slot.memory.pool, slot.memory.kept
-        places = pool.relative(kept)
-        own = [(-1, r) for r in kept] if places is None else places
+        own = pool.relative(kept)
         of_inputs = [(0, place) for t in slot.inputs.tensors if (place := memory_of(t)) is not None]
-        parts = [tensor_at(r.start, r.end - r.start, pool.device) for _, r in (*own, *of_inputs)]
-        layout = tuple((offset, r.end - r.start) for offset, r in (*own, *of_inputs))
-        return SlotPage(tuple(parts[: len(own)]), tuple(parts), None if places is None else layout)
+        places = [*(own or ((0, place) for place in kept)), *of_inputs]
+        parts = tuple(tensor_at(r.start, r.end - r.start, pool.device) for _, r in places)
+        layout = tuple((offset, r.end - r.start) for offset, r in places)
+        return SlotPage(parts, None if own is None else layout)
 
     @property
     def num_bytes(self) -> int:
         """Return the number of bytes."""
         return sum(part.numel() for part in self.parts)
 
-    def on(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the place of each part in one piece of memory."""
-        begin = 0
-        for part in self.parts:
-            yield memory[begin : begin + part.numel()]
-            begin += part.numel()
+    def on(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the place of each part in one piece of memory."""
+        return memory[: self.num_bytes].split([part.numel() for part in self.parts])
 
 
 def layout_problem(slots: Sequence[Slot]) -> str:

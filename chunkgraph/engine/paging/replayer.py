@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +19,30 @@ from chunkgraph.engine.replay import Replayer
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import SlotError
 from chunkgraph.graphs import GraphBackend
+from chunkgraph.graphs.copies import Mark
 from chunkgraph.schedules import Op
 from chunkgraph.slots import Page, PagePlan, SlotMachine
 
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.W: "weight gradient"}
 _Key = tuple[int, int]
 """Chunk and microbatch."""
+
+
+@dataclass(eq=False)
+class _Microbatch:
+    """A microbatch of a step.
+
+    Attributes:
+        key: Its chunk and number.
+        turn: The turn of its forward.
+        slot: The slot of its latest action, or of its page.
+        page: A mark of the last copy of its page, if it has one.
+    """
+
+    key: _Key
+    turn: int
+    slot: Slot
+    page: Mark = None
 
 
 class Pager(Observer):
@@ -33,14 +52,21 @@ class Pager(Observer):
     or a page that comes back, which also waits for the actions launched by then. Its backward waits
     until it is back. A buffer on the host serves another forward after that backward.
 
+    It is the last observer, so others see a slot before its page leaves.
+
     Args:
         captured: The graphs.
         backend: Their backend.
 
     Attributes:
+        plan: The plan of the current or the last step.
+        position: The position of the next action in it.
+        microbatches: Those of the step so far, by turn.
         host_bytes: Bytes of all buffers on the host.
-        moved_bytes: Bytes that the current or the last step moved to the host.
+        moved_bytes: Bytes that the step has moved to the host.
     """
+
+    plan: PagePlan
 
     def __init__(self, captured: GraphSet, backend: GraphBackend) -> None:
         self._captured, self._backend = captured, backend
@@ -49,50 +75,43 @@ class Pager(Observer):
             slot: SlotPage.of(slot) for c in captured.paged for slot in captured.slots[c]
         }
         self._memory: dict[_Key, torch.Tensor] = {}  # by chunk and place
-        self.host_bytes = self.moved_bytes = 0
+        self.host_bytes = 0
 
     def begin(self, plan: PagePlan, machine: PagedSlotMachine) -> None:
         """Follow a plan in the step that begins."""
         self.plan, self._machine = plan, machine
+        machine.planned = plan.slots
         self._leaving, self._coming = plan.leaving(), plan.coming()
         self.position = self.moved_bytes = 0
         self.num_forwards = Counter[int]()  # by chunk
-        self.held: dict[_Key, Slot] = {}  # the slot of a microbatch's forward
-        self.turns: dict[_Key, int] = {}  # and its turn
-        self.microbatches: dict[int, int] = {}  # by turn
-        self._sources: dict[_Key, list[Any]] = {}
-        # Marks: a page is on the host, by slot; and in a slot again, by turn.
-        self._saved: dict[_Key, Any] = {}
-        self._left: dict[_Key, Any] = {}
-        self._back: dict[int, Any] = {}
-        for c, num_places in enumerate(plan.num_places):
-            for place in range(num_places):
-                if (c, place) not in self._memory:
-                    size = max(self._pages[slot].num_bytes for slot in self._captured.slots[c])
-                    self._memory[c, place] = self._copier.host_memory(size)
-                    self.host_bytes += size
+        self.microbatches: dict[int, _Microbatch] = {}
+        self._of_key: dict[_Key, _Microbatch] = {}
+        self._saved: dict[_Key, Mark] = {}  # by chunk and slot number
+        for c, place in sorted({(page.key[0], page.place) for page in plan.pages}):
+            if (c, place) not in self._memory:
+                size = max(self._pages[slot].num_bytes for slot in self._captured.slots[c])
+                self._memory[c, place] = self._copier.host_memory(size)
+                self.host_bytes += size
 
-    def slot_of(self, key: _Key) -> Slot:
-        """Return the slot of a microbatch's backward."""
-        slot = self.held[key]
-        if key[0] not in self._captured.paged:
-            return slot
-        return self._captured.banks[slot.bank].slots[key[0]][self.plan.slots[key][1]]
+    def acquired(self, slot: Slot) -> None:
+        """Let the next forward wait for its slot."""
+        key = self.plan.keys[self.position]
+        own = self.microbatches[slot.turn] = _Microbatch(key, slot.turn, slot)
+        self._of_key[key] = own
+        self.num_forwards[slot.chunk] += 1
+        self._copier.wait(self._saved.pop((slot.chunk, slot.index), None))
 
-    def before(self, action: ReplayAction, slot: Slot, tensors: object) -> None:  # noqa: ARG002
-        """Let a replay wait for its slot, or for its page."""
-        if action == "F":
-            mark = self._left.pop((slot.chunk, slot.index), None)
-        else:
-            mark = self._back.pop(slot.turn, None)
-        if mark is not None:
-            self._copier.wait(mark)
+    def find(self, turn: int) -> Slot:
+        """Return the slot that a microbatch goes on in, which waits for its page."""
+        own = self.microbatches[turn]
+        self._copier.wait(own.page)
+        own.slot.turn = turn
+        return own.slot
 
-    def after(self, action: ReplayAction, slot: Slot) -> None:
+    def after(self, action: ReplayAction, slot: Slot) -> None:  # noqa: ARG002
         """Launch the copies that follow an action, and those before the next one."""
-        page = self._leaving.get(self.position)
-        if action == "F" and page is not None:
-            self._save(page, slot)
+        if (page := self._leaving.get(self.position)) is not None:
+            self._save(page)
         plan, slots = self.plan, self._captured.slots
         while True:
             self.position += 1
@@ -102,7 +121,7 @@ class Pager(Observer):
             if (
                 self.position == len(plan.actions)
                 or plan.actions[self.position].op is Op.F
-                or slots[plan.chunks[self.position]][0].output_grads is not None
+                or slots[plan.keys[self.position][0]][0].output_grads is not None
             ):
                 return
 
@@ -111,71 +130,67 @@ class Pager(Observer):
         if has_failed:
             self._backend.synchronize()
 
-    def _save(self, page: Page, slot: Slot) -> None:
+    def _save(self, page: Page) -> None:
         """Launch the copy of a page to the host, and free its slot."""
-        own, sources = self._pages[slot], list(slot.inputs.sources)
-        moves = list(zip(own.on(self._memory[page.chunk, page.place]), own.parts, strict=True))
-        dead = own.kept if any(sources) else own.parts  # constant inputs stay loaded
-        mark = self._copier.copy(moves, [self._copier.mark()], to_host=True, dead=dead)
-        self._saved[page.key] = self._left[page.chunk, slot.index] = mark
-        self._sources[page.key] = sources
-        self._machine.page_out(page.chunk, slot.index)
-        self.moved_bytes += own.num_bytes
+        own = self._of_key[page.key]
+        bytes_of, slot = self._pages[own.slot], own.slot
+        memory, after = bytes_of.on(self._memory[slot.chunk, page.place]), [self._copier.mark()]
+        own.page = self._copier.copy(memory, bytes_of.parts, after, to_host=True)
+        self._saved[slot.chunk, slot.index] = own.page
+        slot.inputs.forget_sources()
+        self._machine.move(slot.chunk, slot.index, ~own.turn)
+        self.moved_bytes += bytes_of.num_bytes
 
     def _load(self, page: Page) -> None:
         """Launch the copy of a page into a slot."""
-        slot, turn = self.slot_of(page.key), self.turns[page.key]
-        own = self._pages[slot]
-        moves = list(zip(own.parts, own.on(self._memory[page.chunk, page.place]), strict=True))
-        after = [self._saved.pop(page.key), self._copier.mark()]
-        if (left := self._left.pop((page.chunk, slot.index), None)) is not None:
-            after.append(left)
-        self._back[turn] = self._copier.copy(moves, after, to_host=False)
-        slot.inputs.sources = self._sources.pop(page.key)
-        self._machine.page_in(page.chunk, slot.index, turn)
+        own, (c, _) = self._of_key[page.key], page.key
+        number = self.plan.slots[page.key][1]
+        own.slot = self._captured.banks[own.slot.bank].slots[c][number]
+        bytes_of = self._pages[own.slot]
+        after = [own.page, self._copier.mark(), self._saved.pop((c, number), None)]
+        memory = bytes_of.on(self._memory[c, page.place])
+        own.page = self._copier.copy(bytes_of.parts, memory, after, to_host=False)
+        own.slot.inputs.forget_sources()
+        self._machine.move(c, ~own.turn, number)
 
 
 class PagedSlotMachine(SlotMachine):
-    """Slots that microbatches leave and come back to; a paged one counts under no slot's number."""
+    """Slots that microbatches leave and come back to; a paged one counts under no slot's number.
 
-    def acquire_slot(self, chunk: int, slot: int) -> None:
-        """Acquire this slot of a chunk for its next forward.
+    Attributes:
+        planned: For each chunk and microbatch the slots of its forward and of its backward.
+    """
 
-        Raises:
-            SlotError: It is not free.
-        """
+    planned: Mapping[_Key, tuple[int, int]] = {}
+
+    def acquire_forward(self, chunk: int) -> int:
+        """See `SlotMachine.acquire_forward`; the slot is the planned one."""
+        planned = self.planned.get((chunk, self._num_forwards[chunk]))
         of_set = self._set_of[chunk]
-        others = self._free[of_set] & ~(1 << slot)
-        self._free[of_set] -= others
+        others = 0 if planned is None else self._free[of_set] & ~(1 << planned[0])
+        self._free[of_set] ^= others
         try:
-            self.acquire_forward(chunk)
+            return super().acquire_forward(chunk)
         finally:
-            self._free[of_set] += others
+            self._free[of_set] ^= others
 
-    def page_out(self, chunk: int, slot: int) -> None:
-        """Free a slot whose microbatch goes on without one until `page_in`."""
-        use = self._uses.pop((chunk, slot))
-        self._uses[chunk, ~use.turn] = use
-        self._free[self._set_of[chunk]] |= 1 << slot
-        self._events.append(("page out", chunk, use.microbatch, slot))
-
-    def page_in(self, chunk: int, slot: int, turn: int) -> None:
-        """Give a slot to a microbatch that was paged out.
+    def move(self, chunk: int, source: int, target: int) -> None:
+        """Let a microbatch leave a slot, or come back into one.
 
         Args:
             chunk: Index of the model chunk.
-            slot: Number of the slot.
-            turn: Turn of the microbatch's forward.
+            source: Number of its slot; ``~turn`` if it has none.
+            target: Likewise.
 
         Raises:
             SlotError: The slot is in use.
         """
-        of_set = self._set_of[chunk]
-        if not self._free[of_set] >> slot & 1:
-            self._refuse("page in", chunk, slot, "keep to the schedule that was planned")
-        use = self._uses[chunk, slot] = self._uses.pop((chunk, ~turn))
-        self._free[of_set] ^= 1 << slot
-        self._events.append(("page in", chunk, use.microbatch, slot))
+        if (chunk, target) in self._uses:
+            self._refuse("page in", chunk, target, "keep to the schedule that was planned")
+        use = self._uses[chunk, target] = self._uses.pop((chunk, source))
+        self._free[self._set_of[chunk]] ^= 1 << max(source, target)
+        name = "page out" if target < 0 else "page in"
+        self._events.append((name, chunk, use.microbatch, max(source, target)))
 
 
 class PagedReplayer(Replayer):
@@ -218,17 +233,16 @@ class PagedReplayer(Replayer):
         captured, pager = self._captured, self._pager
         assert captured is not None
         assert num_microbatches is not None
-        if pager is None:
-            with super().step(num_microbatches, observers):
-                yield
-            return
-        if num_microbatches not in self._plans:
-            counts = [
-                n if c in captured.paged else None for c, n in enumerate(captured.report.num_slots)
-            ]
-            self._plans[num_microbatches] = self._limit.plan(num_microbatches, counts)
-        pager.begin(self._plans[num_microbatches], self._machine)
-        with super().step(num_microbatches, (*observers, pager)):
+        if pager is not None:
+            if num_microbatches not in self._plans:
+                counts = [
+                    count if c in captured.paged else None
+                    for c, count in enumerate(captured.report.num_slots)
+                ]
+                self._plans[num_microbatches] = self._limit.plan(num_microbatches, counts)
+            pager.begin(self._plans[num_microbatches], self._machine)
+            observers = (*observers, pager)
+        with super().step(num_microbatches, observers):
             yield
 
     def reserve_input(self, c: int, index: int = 0, *, num_before: int = 0) -> torch.Tensor | None:
@@ -241,19 +255,17 @@ class PagedReplayer(Replayer):
         self, slot: Slot, turn: int, grads: tuple[torch.Tensor | None, ...]
     ) -> list[torch.Tensor]:
         """See `Replayer.replay_backward`; ``slot`` is that of the forward."""
-        pager, c = self._pager, slot.chunk
         # A turn of another step is refused by the slots.
-        if pager is not None and turn in pager.microbatches:
-            self._expect(Op.B, c, pager.microbatches[turn])
-            slot = pager.slot_of((c, pager.microbatches[turn]))
-            slot.turn = turn
+        if self._pager is not None and turn in self._pager.microbatches:
+            self._expect(Op.B, self._pager.microbatches[turn].key)
+            slot = self._pager.find(turn)
         return super().replay_backward(slot, turn, grads)
 
     def run_waiting(self, c: int, turn: int | None) -> None:
         """See `Replayer.run_waiting`."""
-        waiting, pager = self._machine.waiting(c), self._pager
-        if pager is not None and waiting and turn in (None, waiting[0]):
-            self._expect(Op.W, c, pager.microbatches[waiting[0]])
+        waiting = self._machine.waiting(c)
+        if self._pager is not None and waiting and turn in (None, waiting[0]):
+            self._expect(Op.W, self._pager.microbatches[waiting[0]].key)
         super().run_waiting(c, turn)
 
     def drop(self) -> None:
@@ -261,22 +273,15 @@ class PagedReplayer(Replayer):
         self._pager = None
         super().drop()
 
-    def _acquire(self, c: int, key: Hashable, number: int | None = None) -> Slot:
-        pager = self._pager
-        if pager is None:
+    def _acquire(self, c: int, key: Hashable) -> Slot:
+        if self._pager is None:
             return super()._acquire(c, key)
-        microbatch = pager.num_forwards[c]
-        self._expect(Op.F, c, microbatch)
-        if self._captured is not None and c in self._captured.paged:
-            number = pager.plan.slots[c, microbatch][0]
-            self._machine.acquire_slot(c, number)
-        slot = super()._acquire(c, key, number)
-        pager.held[c, microbatch], pager.turns[c, microbatch] = slot, slot.turn
-        pager.microbatches[slot.turn] = microbatch
-        pager.num_forwards[c] += 1
+        self._expect(Op.F, (c, self._pager.num_forwards[c]))
+        slot = super()._acquire(c, key)
+        self._pager.acquired(slot)
         return slot
 
-    def _expect(self, op: Op, c: int, microbatch: int) -> None:
+    def _expect(self, op: Op, key: _Key) -> None:
         """Check that this is the action of the schedule that comes now.
 
         Raises:
@@ -284,23 +289,21 @@ class PagedReplayer(Replayer):
         """
         assert self._pager is not None
         plan, at = self._pager.plan, self._pager.position
+        now = f"the {_NAMES[op]} of microbatch {key[1]} of chunk {key[0]}"
         planned = "the end"
         if at < len(plan.actions):
-            action = plan.actions[at]
-            now = _NAMES[action.op], plan.chunks[at], action.microbatch
-            if now == (_NAMES[op], c, microbatch):
-                return
-            planned = f"the {now[0]} of microbatch {now[2]} of chunk {now[1]}"
-        raise SlotError(
-            f"{self._label}: the {_NAMES[op]} of microbatch {microbatch} of chunk {c} runs, but "
-            f"the schedule by which the pages were planned has {planned} (action {at}).\n"
-            "  To do: pass the schedule that the loop runs (ChunkGraphs(schedule=...), or "
-            "for_schedule), or leave out max_slots and max_slot_memory."
-        )
+            c, microbatch = plan.keys[at]
+            planned = f"the {_NAMES[plan.actions[at].op]} of microbatch {microbatch} of chunk {c}"
+        if now != planned:
+            raise SlotError(
+                f"{self._label}: {now} runs, but the schedule by which the pages were planned has "
+                f"{planned} (action {at}).\n"
+                "  To do: pass the schedule that the loop runs (ChunkGraphs(schedule=...), or "
+                "for_schedule), or leave out max_slots and max_slot_memory."
+            )
 
     def _forget_microbatches(self) -> None:
         super()._forget_microbatches()
-        if self._pager is None:
-            return
-        # The backward may run in another slot, so no gradient is received into one.
-        self._awaiting_grads = tuple(deque[Slot](maxlen=0) for _ in self._chunks)
+        if self._pager is not None:
+            # The backward may run in another slot, so no gradient is received into one.
+            self._awaiting_grads = tuple(deque[Slot](maxlen=0) for _ in self._chunks)
