@@ -42,13 +42,11 @@ class SlotLimit:
         for other, is_set in {
             "max_slots": name == "max_slot_memory" and options.max_slots is not None,
             "shared_slots=True": options.shared_slots,
-            f"verify={options.verify!r}": options.verify != "none",
         }.items():
             if is_set:
                 raise ConfigError(
                     f"{name} cannot be combined with {other}: pages move between the slots of one "
-                    "chunk, by one limit, and verify modes follow a microbatch in one slot. Leave "
-                    "one of them out."
+                    "chunk, by one limit. Leave one of them out."
                 )
         if schedule is None:
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from chunkgraph.engine.capture.graph_set import GraphSet
-from chunkgraph.engine.chunk import ReplayAction
 from chunkgraph.engine.observer import Observer
 from chunkgraph.engine.paging.limits import SlotLimit
 from chunkgraph.engine.paging.pages import SlotPage
 from chunkgraph.engine.replay import Replayer
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import SlotError
-from chunkgraph.graphs import GraphBackend
+from chunkgraph.graphs import Copier, GraphBackend
 from chunkgraph.graphs.copies import Mark
 from chunkgraph.schedules import Op
 from chunkgraph.slots import Page, PagePlan, SlotMachine
@@ -26,6 +25,43 @@ from chunkgraph.slots import Page, PagePlan, SlotMachine
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.W: "weight gradient"}
 _Key = tuple[int, int]
 """Chunk and microbatch."""
+
+
+class PagedSlotMachine(SlotMachine):
+    """Slots that microbatches leave and come back to; a paged one counts under no slot's number.
+
+    Attributes:
+        planned: For each chunk and microbatch the slots of its forward and of its backward.
+    """
+
+    planned: Mapping[_Key, tuple[int, int]] = {}
+
+    def acquire_forward(self, chunk: int) -> int:
+        """See `SlotMachine.acquire_forward`; the slot is the planned one."""
+        planned, of_set = self.planned.get((chunk, self._num_forwards[chunk])), self._set_of[chunk]
+        others = 0 if planned is None else self._free[of_set] & ~(1 << planned[0])
+        self._free[of_set] -= others
+        slot = super().acquire_forward(chunk)  # an error ends the step, which frees all slots
+        self._free[of_set] += others
+        return slot
+
+    def move(self, chunk: int, source: int, target: int) -> None:
+        """Let a microbatch leave a slot, or come back into one.
+
+        Args:
+            chunk: Index of the model chunk.
+            source: Number of its slot; ``~turn`` if it has none.
+            target: Likewise.
+
+        Raises:
+            SlotError: The slot is in use.
+        """
+        if (chunk, target) in self._uses:
+            self._refuse("page in", chunk, target, "keep to the schedule that was planned")
+        use = self._uses[chunk, target] = self._uses.pop((chunk, source))
+        name, slot = ("page in", target) if source < 0 else ("page out", source)
+        self._free[self._set_of[chunk]] ^= 1 << slot
+        self._events.append((name, chunk, use.microbatch, slot))
 
 
 @dataclass(eq=False)
@@ -45,183 +81,56 @@ class _Microbatch:
     page: Mark = None
 
 
-class Pager(Observer):
-    """Copy pages on streams of their own, behind and ahead of the replays. The host never waits.
-
-    A page leaves behind its forward. The next user of the slot waits until it is saved: a forward,
-    or a page that comes back, which also waits for the actions launched by then. Its backward waits
-    until it is back. A buffer on the host serves another forward after that backward.
-
-    It is the last observer, so others see a slot before its page leaves.
-
-    Args:
-        captured: The graphs.
-        backend: Their backend.
-
-    Attributes:
-        plan: The plan of the current or the last step.
-        position: The position of the next action in it.
-        microbatches: Those of the step so far, by turn.
-        host_bytes: Bytes of all buffers on the host.
-        moved_bytes: Bytes that the step has moved to the host.
-    """
-
-    plan: PagePlan
-
-    def __init__(self, captured: GraphSet, backend: GraphBackend) -> None:
-        self._captured, self._backend = captured, backend
-        self._copier = backend.new_copier()
-        self._pages = {
-            slot: SlotPage.of(slot) for c in captured.paged for slot in captured.slots[c]
-        }
-        self._memory: dict[_Key, torch.Tensor] = {}  # by chunk and place
-        self.host_bytes = 0
-
-    def begin(self, plan: PagePlan, machine: PagedSlotMachine) -> None:
-        """Follow a plan in the step that begins."""
-        self.plan, self._machine = plan, machine
-        machine.planned = plan.slots
-        self._leaving, self._coming = plan.leaving(), plan.coming()
-        self.position = self.moved_bytes = 0
-        self.num_forwards = Counter[int]()  # by chunk
-        self.microbatches: dict[int, _Microbatch] = {}
-        self._of_key: dict[_Key, _Microbatch] = {}
-        self._saved: dict[_Key, Mark] = {}  # by chunk and slot number
-        for c, place in sorted({(page.key[0], page.place) for page in plan.pages}):
-            if (c, place) not in self._memory:
-                size = max(self._pages[slot].num_bytes for slot in self._captured.slots[c])
-                self._memory[c, place] = self._copier.host_memory(size)
-                self.host_bytes += size
-
-    def acquired(self, slot: Slot) -> None:
-        """Let the next forward wait for its slot."""
-        key = self.plan.keys[self.position]
-        own = self.microbatches[slot.turn] = _Microbatch(key, slot.turn, slot)
-        self._of_key[key] = own
-        self.num_forwards[slot.chunk] += 1
-        self._copier.wait(self._saved.pop((slot.chunk, slot.index), None))
-
-    def find(self, turn: int) -> Slot:
-        """Return the slot that a microbatch goes on in, which waits for its page."""
-        own = self.microbatches[turn]
-        self._copier.wait(own.page)
-        own.slot.turn = turn
-        return own.slot
-
-    def after(self, action: ReplayAction, slot: Slot) -> None:  # noqa: ARG002
-        """Launch the copies that follow an action, and those before the next one."""
-        if (page := self._leaving.get(self.position)) is not None:
-            self._save(page)
-        plan, slots = self.plan, self._captured.slots
-        while True:
-            self.position += 1
-            for page in self._coming.get(self.position, ()):
-                self._load(page)
-            # No replay belongs to the backward of a chunk that has none.
-            if (
-                self.position == len(plan.actions)
-                or plan.actions[self.position].op is Op.F
-                or slots[plan.keys[self.position][0]][0].output_grads is not None
-            ):
-                return
-
-    def end_step(self, *, has_failed: bool) -> None:
-        """Wait for copies of a step that failed: the next one uses their memory again."""
-        if has_failed:
-            self._backend.synchronize()
-
-    def _save(self, page: Page) -> None:
-        """Launch the copy of a page to the host, and free its slot."""
-        own = self._of_key[page.key]
-        bytes_of, slot = self._pages[own.slot], own.slot
-        memory, after = bytes_of.on(self._memory[slot.chunk, page.place]), [self._copier.mark()]
-        own.page = self._copier.copy(memory, bytes_of.parts, after, to_host=True)
-        self._saved[slot.chunk, slot.index] = own.page
-        slot.inputs.forget_sources()
-        self._machine.move(slot.chunk, slot.index, ~own.turn)
-        self.moved_bytes += bytes_of.num_bytes
-
-    def _load(self, page: Page) -> None:
-        """Launch the copy of a page into a slot."""
-        own, (c, _) = self._of_key[page.key], page.key
-        number = self.plan.slots[page.key][1]
-        own.slot = self._captured.banks[own.slot.bank].slots[c][number]
-        bytes_of = self._pages[own.slot]
-        after = [own.page, self._copier.mark(), self._saved.pop((c, number), None)]
-        memory = bytes_of.on(self._memory[c, page.place])
-        own.page = self._copier.copy(bytes_of.parts, memory, after, to_host=False)
-        own.slot.inputs.forget_sources()
-        self._machine.move(c, ~own.turn, number)
-
-
-class PagedSlotMachine(SlotMachine):
-    """Slots that microbatches leave and come back to; a paged one counts under no slot's number.
-
-    Attributes:
-        planned: For each chunk and microbatch the slots of its forward and of its backward.
-    """
-
-    planned: Mapping[_Key, tuple[int, int]] = {}
-
-    def acquire_forward(self, chunk: int) -> int:
-        """See `SlotMachine.acquire_forward`; the slot is the planned one."""
-        planned = self.planned.get((chunk, self._num_forwards[chunk]))
-        of_set = self._set_of[chunk]
-        others = 0 if planned is None else self._free[of_set] & ~(1 << planned[0])
-        self._free[of_set] ^= others
-        try:
-            return super().acquire_forward(chunk)
-        finally:
-            self._free[of_set] ^= others
-
-    def move(self, chunk: int, source: int, target: int) -> None:
-        """Let a microbatch leave a slot, or come back into one.
-
-        Args:
-            chunk: Index of the model chunk.
-            source: Number of its slot; ``~turn`` if it has none.
-            target: Likewise.
-
-        Raises:
-            SlotError: The slot is in use.
-        """
-        if (chunk, target) in self._uses:
-            self._refuse("page in", chunk, target, "keep to the schedule that was planned")
-        use = self._uses[chunk, target] = self._uses.pop((chunk, source))
-        self._free[self._set_of[chunk]] ^= 1 << max(source, target)
-        name = "page out" if target < 0 else "page in"
-        self._events.append((name, chunk, use.microbatch, max(source, target)))
-
-
 class PagedReplayer(Replayer):
     """Replay the slots of one rank by a plan of pages, if any of its chunks is paged.
 
-    Then nothing is received into slots: the one that a microbatch takes may still be in use when
-    the receive begins. So no rank ever waits for a slot with a receive posted.
+    Pages are copied on streams of their own, behind and ahead of the replays. The host never waits.
+    A page leaves behind its forward. The next user of the slot waits until it is saved: a forward,
+    or a page that comes back, which also waits for the actions launched by then. Its backward waits
+    until it is back. A buffer on the host serves another forward after that backward. Observers see
+    a slot before its page leaves, and after it is back.
+
+    Nothing is received into slots: the one that a microbatch takes may still be in use when the
+    receive begins. So no rank ever waits for a slot with a receive posted.
 
     Args:
         limit: The limit of the slots, with the schedule of each step.
         backend: The backend of the graphs.
         settings: As `Replayer` takes them.
+
+    Attributes:
+        host_bytes: Bytes of all buffers on the host.
+        moved_bytes: Bytes that the current or the last step has moved to the host.
     """
 
     machine = PagedSlotMachine
     _machine: PagedSlotMachine
+    _copier: Copier
+    _plan: PagePlan
 
     def __init__(
         self, *args: Any, limit: SlotLimit, backend: GraphBackend, **settings: Any
     ) -> None:
         self._limit, self._backend = limit, backend
-        self._pager: Pager | None = None
-        self._plans: dict[int, PagePlan] = {}
+        self._pages: dict[Slot, SlotPage] = {}
+        self.host_bytes = self.moved_bytes = 0
         super().__init__(*args, **settings)
 
     def take(self, captured: GraphSet) -> None:
         """See `Replayer.take`."""
         super().take(captured)
-        self._pager = Pager(captured, self._backend) if captured.paged else None
-        self._plans = {}
+        slots = (slot for c in captured.paged for slot in captured.slots[c])
+        self._pages = {slot: SlotPage.of(slot) for slot in slots}
+        self._copier = self._backend.new_copier()
+        self._plans: dict[int, PagePlan] = {}
+        self._memory: dict[_Key, torch.Tensor] = {}  # by chunk and place
+        self.host_bytes = self.moved_bytes = 0
         self._forget_microbatches()
+
+    def drop(self) -> None:
+        """See `Replayer.drop`."""
+        self._pages, self._memory = {}, {}
+        super().drop()
 
     @contextmanager
     def step(self, num_microbatches: int | None, observers: Sequence[Observer]) -> Iterator[None]:
@@ -230,55 +139,75 @@ class PagedReplayer(Replayer):
         Raises:
             ConfigError: A chunk has too few slots for the number of microbatches.
         """
-        captured, pager = self._captured, self._pager
+        if self._pages:
+            assert num_microbatches is not None
+            self._begin(num_microbatches)
+        try:
+            with super().step(num_microbatches, observers):
+                yield
+        except BaseException:
+            self._backend.synchronize()  # the next step uses the memory of pages again
+            raise
+
+    def _begin(self, num_microbatches: int) -> None:
+        """Plan the pages of a step that begins."""
+        captured = self._captured
         assert captured is not None
-        assert num_microbatches is not None
-        if pager is not None:
-            if num_microbatches not in self._plans:
-                counts = [
-                    count if c in captured.paged else None
-                    for c, count in enumerate(captured.report.num_slots)
-                ]
-                self._plans[num_microbatches] = self._limit.plan(num_microbatches, counts)
-            pager.begin(self._plans[num_microbatches], self._machine)
-            observers = (*observers, pager)
-        with super().step(num_microbatches, observers):
-            yield
+        if num_microbatches not in self._plans:
+            counts = enumerate(captured.report.num_slots)
+            own = [count if c in captured.paged else None for c, count in counts]
+            self._plans[num_microbatches] = self._limit.plan(num_microbatches, own)
+        self._plan = plan = self._plans[num_microbatches]
+        self._machine.planned = plan.slots
+        self._leaving, self._coming = plan.leaving(), plan.coming()
+        self._position = self.moved_bytes = 0
+        self._forget_microbatches()
+        for c, place in {(page.key[0], page.place) for page in plan.pages} - self._memory.keys():
+            size = max(self._pages[slot].num_bytes for slot in captured.slots[c])
+            self._memory[c, place] = self._copier.host_memory(size)
+            self.host_bytes += size
 
     def reserve_input(self, c: int, index: int = 0, *, num_before: int = 0) -> torch.Tensor | None:
         """See `Replayer.reserve_input`."""
-        if self._pager is not None:
+        if self._pages:
             return None  # receive elsewhere
         return super().reserve_input(c, index, num_before=num_before)
+
+    def replay_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
+        """See `Replayer.replay_forward`."""
+        super().replay_forward(slot, tensors)
+        self._advance()
 
     def replay_backward(
         self, slot: Slot, turn: int, grads: tuple[torch.Tensor | None, ...]
     ) -> list[torch.Tensor]:
         """See `Replayer.replay_backward`; ``slot`` is that of the forward."""
         # A turn of another step is refused by the slots.
-        if self._pager is not None and turn in self._pager.microbatches:
-            self._expect(Op.B, self._pager.microbatches[turn].key)
-            slot = self._pager.find(turn)
-        return super().replay_backward(slot, turn, grads)
+        if (own := self._by_turn.get(turn)) is not None:
+            self._expect(Op.B, own.key)
+            self._copier.wait(own.page)
+            slot, slot.turn = own.slot, turn
+        result = super().replay_backward(slot, turn, grads)
+        self._advance()
+        return result
 
     def run_waiting(self, c: int, turn: int | None) -> None:
         """See `Replayer.run_waiting`."""
         waiting = self._machine.waiting(c)
-        if self._pager is not None and waiting and turn in (None, waiting[0]):
-            self._expect(Op.W, self._pager.microbatches[waiting[0]].key)
+        if self._pages and waiting and turn in (None, waiting[0]):
+            self._expect(Op.W, self._by_turn[waiting[0]].key)
         super().run_waiting(c, turn)
-
-    def drop(self) -> None:
-        """See `Replayer.drop`."""
-        self._pager = None
-        super().drop()
+        self._advance()
 
     def _acquire(self, c: int, key: Hashable) -> Slot:
-        if self._pager is None:
+        if not self._pages:
             return super()._acquire(c, key)
-        self._expect(Op.F, (c, self._pager.num_forwards[c]))
+        of_microbatch = c, len(self._microbatches[c])
+        self._expect(Op.F, of_microbatch)
         slot = super()._acquire(c, key)
-        self._pager.acquired(slot)
+        self._copier.wait(self._saved.pop((c, slot.index), None))
+        own = self._by_turn[slot.turn] = _Microbatch(of_microbatch, slot.turn, slot)
+        self._microbatches[c].append(own)
         return slot
 
     def _expect(self, op: Op, key: _Key) -> None:
@@ -287,8 +216,7 @@ class PagedReplayer(Replayer):
         Raises:
             SlotError: It is another one.
         """
-        assert self._pager is not None
-        plan, at = self._pager.plan, self._pager.position
+        plan, at = self._plan, self._position
         now = f"the {_NAMES[op]} of microbatch {key[1]} of chunk {key[0]}"
         planned = "the end"
         if at < len(plan.actions):
@@ -302,8 +230,56 @@ class PagedReplayer(Replayer):
                 "for_schedule), or leave out max_slots and max_slot_memory."
             )
 
+    def _advance(self) -> None:
+        """Launch the copies that follow an action, and those before the next one."""
+        if not self._pages:
+            return
+        assert self._captured is not None
+        if (page := self._leaving.get(self._position)) is not None:
+            self._save(page)
+        plan, slots = self._plan, self._captured.slots
+        while True:
+            self._position += 1
+            for page in self._coming.get(self._position, ()):
+                self._load(page)
+            # No replay belongs to the backward of a chunk that has none.
+            if (
+                self._position == len(plan.actions)
+                or plan.actions[self._position].op is Op.F
+                or slots[plan.keys[self._position][0]][0].output_grads is not None
+            ):
+                return
+
+    def _save(self, page: Page) -> None:
+        """Launch the copy of a page to the host, and free its slot."""
+        c, number = page.key
+        own = self._microbatches[c][number]
+        slot, kept = own.slot, self._pages[own.slot]
+        memory = kept.on(self._memory[c, page.place])
+        own.page = self._copier.copy(memory, kept.parts, [self._copier.mark()], to_host=True)
+        self._saved[c, slot.index] = own.page
+        slot.inputs.forget_sources()
+        self._machine.move(c, slot.index, ~own.turn)
+        self.moved_bytes += kept.num_bytes
+
+    def _load(self, page: Page) -> None:
+        """Launch the copy of a page into a slot."""
+        assert self._captured is not None
+        c, number = page.key
+        own, index = self._microbatches[c][number], self._plan.slots[page.key][1]
+        own.slot = self._captured.banks[own.slot.bank].slots[c][index]
+        kept, after = self._pages[own.slot], [own.page, self._copier.mark()]
+        after.append(self._saved.pop((c, index), None))
+        memory = kept.on(self._memory[c, page.place])
+        own.page = self._copier.copy(kept.parts, memory, after, to_host=False)
+        own.slot.inputs.forget_sources()
+        self._machine.move(c, ~own.turn, index)
+
     def _forget_microbatches(self) -> None:
         super()._forget_microbatches()
-        if self._pager is not None:
+        self._microbatches: list[list[_Microbatch]] = [[] for _ in self._chunks]
+        self._by_turn: dict[int, _Microbatch] = {}
+        self._saved: dict[_Key, Mark] = {}  # by chunk and slot number
+        if self._pages:
             # The backward may run in another slot, so no gradient is received into one.
             self._awaiting_grads = tuple(deque[Slot](maxlen=0) for _ in self._chunks)
