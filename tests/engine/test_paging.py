@@ -340,16 +340,29 @@ def test_verify_modes_find_a_page_that_is_lost(
 
 
 def test_what_a_limit_of_memory_means(backend: GraphBackend) -> None:
-    if backend.name == "recorder":
-        with pytest.raises(CaptureError, match="max_slot_memory has no meaning"):
-            captured(nn.Linear(8, 8), backend, max_slots=None, max_slot_memory="1MiB")
-        return
     torch.manual_seed(1)
-    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    with pytest.raises(CaptureError, match="too little"):
-        captured(module, backend, max_slots=None, max_slot_memory=1)
-    graphs = captured(module, backend, max_slots=None, max_slot_memory="1GiB")
-    assert graphs.report.num_slots == (4,)
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    inputs = torch.randn(512, 64, device=backend.device, requires_grad=True)
+
+    def counts(size: str | int) -> Any:
+        module.to(backend.device)
+        graphs = ChunkGraphs(
+            module,
+            4,
+            options=CaptureOptions(max_slot_memory=size),
+            backend=backend,
+            schedule=RankSchedule(fill_and_drain, 0),
+        )
+        with graphs.step(4):  # of a schedule that needs two slots
+            for _ in range(4):
+                graphs.callables[0](inputs).sum().backward()
+        graphs.capture([inputs])
+        return graphs.report.num_slots
+
+    with pytest.raises(CaptureError, match=r"too little.*at least \[2\]"):
+        counts(1)
+    assert counts("1GiB") == (4,)
+    assert counts("1MiB") == (2,)  # of 384 KiB each, or 512 KiB in blocks
 
 
 @pytest.mark.parametrize(

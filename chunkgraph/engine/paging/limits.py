@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from chunkgraph._text import format_bytes, parse_bytes, shown
 from chunkgraph.engine.capture.session import Session
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, is_integer
-from chunkgraph.engine.paging.trial import PageTrial
+from chunkgraph.engine.paging.pages import PageTrial
 from chunkgraph.engine.replay import Replayer
 from chunkgraph.errors import CaptureError, ConfigError
 from chunkgraph.graphs import GraphBackend
@@ -99,15 +99,10 @@ class SlotLimit:
             slot_bytes: Memory of one slot of each chunk.
 
         Raises:
-            CaptureError: The memory is too little, or unknown.
+            CaptureError: The memory is too little.
         """
         if (limit_bytes := self._limit_bytes) is None:
             return tuple(min(count, self._options.max_slots or count) for count in num_slots)
-        if not all(slot_bytes):
-            raise CaptureError(
-                "The memory of a slot is unknown on this device, so max_slot_memory has no "
-                "meaning. Use max_slots."
-            )
         for cap in range(max(num_slots), 0, -1):
             counts = tuple(min(count, cap) for count in num_slots)
             is_enough = all(map(int.__ge__, counts, self._least))
