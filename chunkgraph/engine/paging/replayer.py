@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,9 +35,13 @@ class PagedSlotMachine(SlotMachine):
 
     planned: Mapping[_Key, tuple[int, int]] = {}
 
+    def next_key(self, chunk: int) -> _Key:
+        """Return chunk and microbatch of the next forward of ``chunk``."""
+        return chunk, self._num_forwards[chunk]
+
     def acquire_forward(self, chunk: int) -> int:
         """See `SlotMachine.acquire_forward`; the slot is the planned one."""
-        planned, of_set = self.planned.get((chunk, self._num_forwards[chunk])), self._set_of[chunk]
+        planned, of_set = self.planned.get(self.next_key(chunk)), self._set_of[chunk]
         others = 0 if planned is None else self._free[of_set] & ~(1 << planned[0])
         self._free[of_set] -= others
         slot = super().acquire_forward(chunk)  # an error ends the step, which frees all slots
@@ -50,7 +53,7 @@ class PagedSlotMachine(SlotMachine):
 
         Args:
             chunk: Index of the model chunk.
-            source: Number of its slot; ``~turn`` if it has none.
+            source: Number of its slot; ``~microbatch`` if it has none.
             target: Likewise.
 
         Raises:
@@ -62,23 +65,6 @@ class PagedSlotMachine(SlotMachine):
         name, slot = ("page in", target) if source < 0 else ("page out", source)
         self._free[self._set_of[chunk]] ^= 1 << slot
         self._events.append((name, chunk, use.microbatch, slot))
-
-
-@dataclass(eq=False)
-class _Microbatch:
-    """A microbatch of a step.
-
-    Attributes:
-        key: Its chunk and number.
-        turn: The turn of its forward.
-        slot: The slot of its latest action, or of its page.
-        page: A mark of the last copy of its page, if it has one.
-    """
-
-    key: _Key
-    turn: int
-    slot: Slot
-    page: Mark = None
 
 
 class PagedReplayer(Replayer):
@@ -183,10 +169,11 @@ class PagedReplayer(Replayer):
     ) -> list[torch.Tensor]:
         """See `Replayer.replay_backward`; ``slot`` is that of the forward."""
         # A turn of another step is refused by the slots.
-        if (own := self._by_turn.get(turn)) is not None:
-            self._expect(Op.B, own.key)
-            self._copier.wait(own.page)
-            slot, slot.turn = own.slot, turn
+        if (key := self._keys.get(turn)) is not None:
+            self._expect(Op.B, key)
+            self._copier.wait(self._copied.pop(key, None))
+            slot = self._holders[key]
+            slot.turn = turn
         result = super().replay_backward(slot, turn, grads)
         self._advance()
         return result
@@ -195,19 +182,18 @@ class PagedReplayer(Replayer):
         """See `Replayer.run_waiting`."""
         waiting = self._machine.waiting(c)
         if self._pages and waiting and turn in (None, waiting[0]):
-            self._expect(Op.W, self._by_turn[waiting[0]].key)
+            self._expect(Op.W, self._keys[waiting[0]])
         super().run_waiting(c, turn)
         self._advance()
 
     def _acquire(self, c: int, key: Hashable) -> Slot:
         if not self._pages:
             return super()._acquire(c, key)
-        of_microbatch = c, len(self._microbatches[c])
+        of_microbatch = self._machine.next_key(c)
         self._expect(Op.F, of_microbatch)
-        slot = super()._acquire(c, key)
+        slot = self._holders[of_microbatch] = super()._acquire(c, key)
+        self._keys[slot.turn] = of_microbatch
         self._copier.wait(self._saved.pop((c, slot.index), None))
-        own = self._by_turn[slot.turn] = _Microbatch(of_microbatch, slot.turn, slot)
-        self._microbatches[c].append(own)
         return slot
 
     def _expect(self, op: Op, key: _Key) -> None:
@@ -252,34 +238,33 @@ class PagedReplayer(Replayer):
 
     def _save(self, page: Page) -> None:
         """Launch the copy of a page to the host, and free its slot."""
-        c, number = page.key
-        own = self._microbatches[c][number]
-        slot, kept = own.slot, self._pages[own.slot]
-        memory = kept.on(self._memory[c, page.place])
-        own.page = self._copier.copy(memory, kept.parts, [self._copier.mark()], to_host=True)
-        self._saved[c, slot.index] = own.page
+        (c, microbatch), slot = page.key, self._holders[page.key]
+        kept, memory = self._pages[slot], self._memory[c, page.place]
+        mark = self._copier.copy(kept.on(memory), kept.parts, [self._copier.mark()], to_host=True)
+        self._copied[page.key] = self._saved[c, slot.index] = mark
         slot.inputs.forget_sources()
-        self._machine.move(c, slot.index, ~own.turn)
+        self._machine.move(c, slot.index, ~microbatch)
         self.moved_bytes += kept.num_bytes
 
     def _load(self, page: Page) -> None:
         """Launch the copy of a page into a slot."""
         assert self._captured is not None
-        c, number = page.key
-        own, index = self._microbatches[c][number], self._plan.slots[page.key][1]
-        own.slot = self._captured.banks[own.slot.bank].slots[c][index]
-        kept, after = self._pages[own.slot], [own.page, self._copier.mark()]
-        after.append(self._saved.pop((c, index), None))
-        memory = kept.on(self._memory[c, page.place])
-        own.page = self._copier.copy(kept.parts, memory, after, to_host=False)
-        own.slot.inputs.forget_sources()
-        self._machine.move(c, ~own.turn, index)
+        (c, microbatch), index = page.key, self._plan.slots[page.key][1]
+        slots = self._captured.banks[self._holders[page.key].bank].slots[c]
+        slot = self._holders[page.key] = slots[index]
+        kept, memory = self._pages[slot], self._memory[c, page.place]
+        after = self._copied[page.key], self._saved.pop((c, index), None), self._copier.mark()
+        mark = self._copier.copy(kept.parts, kept.on(memory), after, to_host=False)
+        self._copied[page.key] = mark
+        slot.inputs.forget_sources()
+        self._machine.move(c, ~microbatch, index)
 
     def _forget_microbatches(self) -> None:
         super()._forget_microbatches()
-        self._microbatches: list[list[_Microbatch]] = [[] for _ in self._chunks]
-        self._by_turn: dict[int, _Microbatch] = {}
-        self._saved: dict[_Key, Mark] = {}  # by chunk and slot number
+        self._keys: dict[int, _Key] = {}  # of microbatches by turn
+        self._holders: dict[_Key, Slot] = {}  # which slot a microbatch has, or had last
+        self._copied: dict[_Key, Mark] = {}  # when its page is on the host, or in the slot again
+        self._saved: dict[_Key, Mark] = {}  # by chunk and slot: when what left is on the host
         if self._pages:
             # The backward may run in another slot, so no gradient is received into one.
             self._awaiting_grads = tuple(deque[Slot](maxlen=0) for _ in self._chunks)
