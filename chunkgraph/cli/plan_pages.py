@@ -47,29 +47,22 @@ def add_slots(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _counts(args: argparse.Namespace, rows: Sequence[RankRow]) -> list[tuple[int, ...]]:
-    """Return the slots of each chunk of each rank; an empty list without a limit.
+def _counts(args: argparse.Namespace, row: RankRow) -> tuple[int, ...]:
+    """Return the slots of each chunk of a rank within the limit.
 
     Raises:
-        ConfigError: A rank cannot keep the limit.
+        ConfigError: The rank cannot keep the limit.
     """
-    if args.slots is None and args.max_slot_memory is None:
-        return []
-    counts: list[tuple[int, ...]] = []
-    for row in rows:
-        full = row.plan.slots_per_chunk
-        capped = [tuple(min(n, cap) for n in full) for cap in range(1, max(full) + 1)]
-        if args.slots is not None:
-            fits = capped[: args.slots] if args.slots > 0 else []
-        elif row.memory is None:
+    full, sizes = row.plan.slots_per_chunk, [0] * len(row.plan.slots_per_chunk)
+    if args.max_slot_memory is not None:
+        if row.memory is None:
             raise ConfigError("plan: --max-slot-memory needs a CONFIG with a model that it knows")
-        else:
-            sizes = row.memory.slot_bytes_per_chunk
-            fits = [own for own in capped if sum(map(mul, own, sizes)) <= args.max_slot_memory]
-        if not fits:
-            raise ConfigError(f"plan: rank {row.plan.rank} has not one slot of each chunk")
-        counts.append(fits[-1])
-    return counts
+        sizes = row.memory.slot_bytes_per_chunk
+    for cap in range(max(full) if args.slots is None else args.slots, 0, -1):
+        counts = tuple(min(count, cap) for count in full)
+        if sum(map(mul, counts, sizes)) <= (args.max_slot_memory or 0):
+            return counts
+    raise ConfigError(f"plan: rank {row.plan.rank} has not one slot of each chunk")
 
 
 def _simulated(
@@ -96,8 +89,9 @@ def print_pages(
     Raises:
         ConfigError: A chunk has too few slots.
     """
-    if not (counts := _counts(args, rows)):
+    if args.slots is None and args.max_slot_memory is None:
         return
+    counts = [_counts(args, row) for row in rows]
     plans, ratio = _simulated(request, args, counts)
     cells = []
     for plan, count, row in zip(plans, counts, rows, strict=True):

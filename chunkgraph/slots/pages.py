@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from statistics import fmean
 from typing import Any
@@ -96,17 +97,14 @@ class RankSchedule:
     @staticmethod
     def of(plan: SlotPlan) -> RankSchedule:
         """Return the schedule for which a rank's slots were planned."""
-
-        def build(num_microbatches: int) -> Schedule:
-            return build_schedule(
-                plan.schedule,
-                num_ranks=plan.num_ranks,
-                num_microbatches=num_microbatches,
-                num_chunks=plan.num_chunks,
-                group_size=plan.group_size,
-            )
-
-        return RankSchedule(build, plan.rank)
+        build = partial(
+            build_schedule,
+            plan.schedule,
+            num_ranks=plan.num_ranks,
+            num_chunks=plan.num_chunks,
+            group_size=plan.group_size,
+        )
+        return RankSchedule(lambda count: build(num_microbatches=count), plan.rank)
 
 
 def split_actions(schedule: Schedule) -> Schedule:
@@ -144,9 +142,7 @@ def plan_pages(
     if not isinstance(costs, Mapping):
         costs = dict.fromkeys(range(schedule.num_stages), costs or CostModel())
     starts = [span.start_ms for span in simulate(schedule, costs).spans[rank]]
-    plans = [
-        plan for way in _WAYS if (plan := _plan_of_way(schedule, rank, num_slots, *way)) is not None
-    ]
+    plans = [plan for way in _WAYS if (plan := _plan_of_way(schedule, rank, num_slots, *way))]
     if not plans:
         raise ConfigError(
             f"rank {rank}: {list(num_slots)} slots are too few for schedule {schedule.name!r} with "

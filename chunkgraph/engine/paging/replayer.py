@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 
 from chunkgraph.engine.capture.graph_set import GraphSet
 from chunkgraph.engine.observer import Observer
-from chunkgraph.engine.paging.limits import SlotLimit
 from chunkgraph.engine.paging.pages import SlotPage
 from chunkgraph.engine.replay import Replayer
 from chunkgraph.engine.slot import Slot
@@ -22,6 +21,7 @@ from chunkgraph.schedules import Op
 from chunkgraph.slots import Page, PagePlan, SlotMachine
 
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.W: "weight gradient"}
+Planner = Callable[[int, Sequence[int | None]], PagePlan]
 _Key = tuple[int, int]
 """Chunk and microbatch."""
 
@@ -80,7 +80,8 @@ class PagedReplayer(Replayer):
     receive begins. So no rank ever waits for a slot with a receive posted.
 
     Args:
-        limit: The limit of the slots, with the schedule of each step.
+        plan: Returns the plan of a step with some number of microbatches, and of slots by chunk:
+            None for a chunk that is not paged.
         backend: The backend of the graphs.
         settings: As `Replayer` takes them.
 
@@ -94,10 +95,8 @@ class PagedReplayer(Replayer):
     _copier: Copier
     _plan: PagePlan
 
-    def __init__(
-        self, *args: Any, limit: SlotLimit, backend: GraphBackend, **settings: Any
-    ) -> None:
-        self._limit, self._backend = limit, backend
+    def __init__(self, *args: Any, plan: Planner, backend: GraphBackend, **settings: Any) -> None:
+        self._planner, self._backend = plan, backend
         self._pages: dict[Slot, SlotPage] = {}
         self.host_bytes = self.moved_bytes = 0
         super().__init__(*args, **settings)
@@ -142,7 +141,7 @@ class PagedReplayer(Replayer):
         if num_microbatches not in self._plans:
             counts = enumerate(captured.report.num_slots)
             own = [count if c in captured.paged else None for c, count in counts]
-            self._plans[num_microbatches] = self._limit.plan(num_microbatches, own)
+            self._plans[num_microbatches] = self._planner(num_microbatches, own)
         self._plan = plan = self._plans[num_microbatches]
         self._machine.planned = plan.slots
         self._leaving, self._coming = plan.leaving(), plan.coming()
