@@ -53,7 +53,8 @@ def _counts(args: argparse.Namespace, row: RankRow) -> tuple[int, ...]:
     Raises:
         ConfigError: The rank cannot keep the limit.
     """
-    full, sizes = row.plan.slots_per_chunk, [0] * len(row.plan.slots_per_chunk)
+    full = row.plan.slots_per_chunk
+    sizes: Sequence[int] = [0] * len(full)
     if args.max_slot_memory is not None:
         if row.memory is None:
             raise ConfigError("plan: --max-slot-memory needs a CONFIG with a model that it knows")

@@ -194,9 +194,9 @@ class PageClock:
         wait_ms = self._saved_ms[slot] if action.op is Op.F else self._page_ms[key]
         start = max(earliest_ms, wait_ms)
         self._end_ms = start + duration_ms
-        if (page := self._leaving.get(position)) is not None:
+        if (left := self._leaving.get(position)) is not None:
             begin = max(self._end_ms, self._out_ms)
-            self._out_ms = begin + self._cost(page).page_out_ms
+            self._out_ms = begin + self._cost(left).page_out_ms
             self._page_ms[key] = self._saved_ms[slot] = self._out_ms
         return start
 

@@ -106,9 +106,9 @@ class SlotLimit:
             if limit_bytes is None or (is_enough and num_bytes <= limit_bytes):
                 return PageTrial(session, counts)
         raise CaptureError(
-            f"max_slot_memory={self._options.max_slot_memory} is too little: one slot of each "
-            f"chunk takes {', '.join(map(format_bytes, slot_bytes))}, and the schedule needs at least "
-            f"{list(self._least)}."
+            f"max_slot_memory={self._options.max_slot_memory} is too little: the schedule needs at "
+            f"least {list(self._least)} slots of the chunks, of "
+            f"{', '.join(map(format_bytes, slot_bytes))} each."
         )
 
     def replayer(self, backend: GraphBackend) -> Callable[..., PagedReplayer]:
