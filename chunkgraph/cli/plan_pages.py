@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
 from operator import mul
 from typing import TYPE_CHECKING
 
@@ -13,10 +17,13 @@ from chunkgraph.cli.plan_request import Request
 from chunkgraph.cli.plan_tables import RankRow, table
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import CostModel, simulate
-from chunkgraph.slots import PageClock, PagePlan, plan_pages
+from chunkgraph.slots import PageClock, PagePlan, plan_pages, split_actions
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+_TOLERANCE = 1.05
 
 
 def add_slots(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +81,7 @@ def _simulated(
     Raises:
         ConfigError: A chunk has too few slots.
     """
-    schedule, (out, back) = request.build(), args.page_time
+    schedule, (out, back) = split_actions(request.build()), args.page_time
     costs = dict.fromkeys(range(schedule.num_stages), CostModel(page_out_ms=out, page_in_ms=back))
     plans = [plan_pages(schedule, rank, of_rank, costs) for rank, of_rank in enumerate(counts)]
     clocks = {rank: PageClock(plan, costs) for rank, plan in enumerate(plans)}
@@ -111,3 +118,28 @@ def print_pages(
         "{:g} forwards to the host and {:g} back.".format(*args.page_time),
         soft_wrap=True,
     )
+
+
+def print_fewer_slots(
+    console: Console, args: argparse.Namespace, request: Request, rows: Sequence[RankRow]
+) -> None:
+    """Print how few slots lengthen a step by at most a twentieth, unless that needs all."""
+    if request.file is None:  # more microbatches change the ratio little
+        count = min(request.num_microbatches, 4 * (request.group_size or request.num_ranks))
+        request = replace(request, num_microbatches=count)
+    full = [row.plan.slots_per_chunk for row in rows]
+
+    def ratio(most: int) -> float:
+        counts = [tuple(min(count, most) for count in own) for own in full]
+        with suppress(ConfigError):  # too few
+            return _simulated(request, args, counts)[1]
+        return inf
+
+    caps = range(1, max(map(max, full)))
+    index = bisect_left(caps, True, key=lambda most: ratio(most) <= _TOLERANCE)
+    if index < len(caps):
+        console.print(
+            "{} slots of a chunk take {:.3f} of its step (--slots, --page-time {:g} {:g}).".format(
+                caps[index], ratio(caps[index]), *args.page_time
+            )
+        )

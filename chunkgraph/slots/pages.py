@@ -17,13 +17,21 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 from statistics import fmean
 from typing import Any
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.schedules import Action, CostModel, Op, Schedule, build_schedule, simulate
+from chunkgraph.schedules import (
+    Action,
+    CostModel,
+    Op,
+    Schedule,
+    Simulation,
+    build_schedule,
+    simulate,
+)
 from chunkgraph.slots.plan import SlotPlan
 
 _Key = tuple[int, int]
@@ -141,7 +149,8 @@ def plan_pages(
     """
     if not isinstance(costs, Mapping):
         costs = dict.fromkeys(range(schedule.num_stages), costs or CostModel())
-    starts = [span.start_ms for span in simulate(schedule, costs).spans[rank]]
+    whole = _step_without_pages(schedule, tuple(costs[s] for s in range(schedule.num_stages)))
+    starts = [span.start_ms for span in whole.spans[rank]]
     plans = [plan for way in _WAYS if (plan := _plan_of_way(schedule, rank, num_slots, *way))]
     if not plans:
         raise ConfigError(
@@ -158,6 +167,11 @@ def plan_pages(
             sum(page.begin for page in p.pages),
         ),
     )
+
+
+@lru_cache(maxsize=1)  # ranks are planned one after the other
+def _step_without_pages(schedule: Schedule, costs: tuple[CostModel, ...]) -> Simulation:
+    return simulate(schedule, dict(enumerate(costs)))
 
 
 def least_slots(schedule: Schedule, rank: int) -> tuple[int, ...]:
