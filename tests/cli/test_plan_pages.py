@@ -59,9 +59,8 @@ def test_a_limit_of_memory_needs_a_model(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_comparison_says_how_few_slots_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
     def recommended(*arguments: str) -> tuple[int, float] | None:
         assert main([*BASE, "--compare", *arguments]) == 0
-        found = re.search(
-            r"(\d+) slots of a chunk .* enough for (\d\.\d+)", capsys.readouterr().out
-        )
+        out = capsys.readouterr().out
+        found = re.search(r"(\d+) slots of a chunk take (\d\.\d+) of its step", out)
         return found and (int(found[1]), float(found[2]))
 
     slow, fast = recommended("--page-time", "6", "6"), recommended("--page-time", "0", "0")
