@@ -106,7 +106,7 @@ class Rank:
             statistics.mean(a.elapsed_time(b) for a, b in times) for times in self.times.values()
         )
         page = SlotPage.of(self.graphs._captured.slots[0][0])
-        copier = self.graphs._backend.new_copier()
+        copier = self.graphs.backend.new_copier()
         host = page.on(copier.host_memory(page.num_bytes))
 
         def copy(*, to_host: bool) -> None:
