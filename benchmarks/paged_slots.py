@@ -130,7 +130,7 @@ def table(slots: list[int], num_steps: int, *, recomputes: bool) -> dict[str, An
         step_ms = statistics.median(ms_of(rank.step) for _ in range(num_steps))
         costs = costs if rows else rank.costs()
         plan = plan_pages(first_rank(COUNT), 0, [num_slots], costs)
-        simulated = simulate(first_rank(COUNT), costs, {0: PageClock(plan, {0: costs})})
+        simulated = simulate(first_rank(COUNT), costs, {0: PageClock(plan, costs)})
         report, digest = rank.graphs.report, hashlib.sha256()
         for p in rank.module.parameters():
             digest.update(p.grad.cpu().view(torch.uint8).numpy().tobytes())

@@ -82,7 +82,7 @@ def _simulated(
         ConfigError: A chunk has too few slots.
     """
     schedule, (out, back) = split_actions(request.build()), args.page_time
-    costs = dict.fromkeys(range(schedule.num_stages), CostModel(page_out_ms=out, page_in_ms=back))
+    costs = CostModel(page_out_ms=out, page_in_ms=back)
     plans = [plan_pages(schedule, rank, of_rank, costs) for rank, of_rank in enumerate(counts)]
     clocks = {rank: PageClock(plan, costs) for rank, plan in enumerate(plans)}
     paged, whole = simulate(schedule, costs, clocks), simulate(schedule, costs)

@@ -6,10 +6,11 @@ memory. It leaves once, right after the forward, and comes back into any slot: a
 
 Time is counted in actions of the rank. A page holds its slot for ``hold`` actions after its
 forward. It takes one ``lead`` actions before its backward, or earlier where slots are idle, and
-keeps it to the end of the backward (of the weight half, if it is split). Where more slots would be
-held than there are, the microbatch whose backward is furthest leaves (Belady): no choice moves
-fewer pages. A page waits for nothing but copies and actions of its own rank, so ranks wait for each
-other in no cycle that their schedule lacks.
+keeps it to the end of the backward (of the weight half, if it is split). Both are as long as a copy
+takes, or shorter if slots are few. Where more slots would be held than there are, the microbatch
+whose backward is furthest leaves (Belady): no choice moves fewer pages. A page waits for nothing
+but copies and actions of its own rank, so ranks wait for each other in no cycle that their schedule
+lacks.
 """
 
 from __future__ import annotations
@@ -17,28 +18,20 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from itertools import product
+from functools import partial
+from math import ceil
 from statistics import fmean
 from typing import Any
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.schedules import (
-    Action,
-    CostModel,
-    Op,
-    Schedule,
-    Simulation,
-    build_schedule,
-    simulate,
-)
+from chunkgraph.schedules import Action, CostModel, Op, Schedule, build_schedule
 from chunkgraph.slots.plan import SlotPlan
 
 _Key = tuple[int, int]
 """Chunk and microbatch."""
 
-_WAYS = tuple(product(range(1, 5), range(5)))
-"""How many actions to hold a slot after the forward, and to lead the backward by at least."""
+_LONGEST = 8
+"""Most actions for which a slot is held after a forward, or taken before a backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,47 +124,48 @@ def plan_pages(
     schedule: Schedule,
     rank: int,
     num_slots: Sequence[int | None],
-    costs: CostModel | Mapping[int, CostModel] | None = None,
+    costs: CostModel | None = None,
 ) -> PagePlan:
     """Plan the pages of one rank in one step.
-
-    Of several ways, take the one that delays actions least in a simulation of the rank, in which
-    they wait for other ranks as long as they do without pages.
 
     Args:
         schedule: A valid schedule.
         rank: The rank.
         num_slots: Number of slots of each of its chunks; None for a chunk without pages.
-        costs: See `simulate`.
+        costs: Mean durations of the rank's actions and copies.
 
     Raises:
         ConfigError: A chunk has too few slots.
     """
-    if not isinstance(costs, Mapping):
-        costs = dict.fromkeys(range(schedule.num_stages), costs or CostModel())
-    whole = _step_without_pages(schedule, tuple(costs[s] for s in range(schedule.num_stages)))
-    starts = [span.start_ms for span in whole.spans[rank]]
-    plans = [plan for way in _WAYS if (plan := _plan_of_way(schedule, rank, num_slots, *way))]
-    if not plans:
-        raise ConfigError(
-            f"rank {rank}: {list(num_slots)} slots are too few for schedule {schedule.name!r} with "
-            f"{schedule.num_microbatches} microbatches, whose chunks need at least "
-            f"{list(least_slots(schedule, rank))} even if every page leaves. Allow more slots "
-            "(max_slots), or more memory for them (max_slot_memory)."
-        )
-    return min(
-        plans,
-        key=lambda p: (
-            round(_delay_ms(p, costs, starts), 6),
-            len(p.pages),
-            sum(page.begin for page in p.pages),
-        ),
-    )
-
-
-@lru_cache(maxsize=1)  # ranks are planned one after the other
-def _step_without_pages(schedule: Schedule, costs: tuple[CostModel, ...]) -> Simulation:
-    return simulate(schedule, dict(enumerate(costs)))
+    actions, costs = schedule.compute_actions(rank), costs or CostModel()
+    mean_ms = fmean(costs.duration_ms(action.op) for action in actions)
+    hold, lead = (ceil(ms / mean_ms) for ms in (costs.page_out_ms, costs.page_in_ms))
+    ways = [(max(1, min(hold, most)), min(lead, most)) for most in range(_LONGEST, -1, -1)]
+    pages: list[Page] = []
+    slots: dict[_Key, tuple[int, int]] = {}
+    for c, count in enumerate(num_slots):
+        if count is None:
+            continue
+        own = {key: at for key, at in _positions(schedule, rank).items() if key[0] == c}
+        stays = next(filter(None, (_stays(own, count, *way) for way in ways)), None)
+        if stays is None:
+            raise ConfigError(
+                f"rank {rank}: {list(num_slots)} slots are too few for schedule {schedule.name!r} "
+                f"with {schedule.num_microbatches} microbatches, whose chunks need at least "
+                f"{list(least_slots(schedule, rank))} even if every page leaves. Allow more slots "
+                "(max_slots), or more memory for them (max_slot_memory)."
+            )
+        numbers = _numbers(stays, count)
+        slots |= {key: (numbers[key, 0], numbers.get((key, 1), numbers[key, 0])) for key in own}
+        away = {key: (at[0], at[1]) for key, at in own.items() if (key, 1) in stays}
+        places = _numbers(away, _most_together(away.values()))
+        pages += [
+            Page(key=key, forward=first, begin=stays[key, 1][0], backward=last, place=places[key])
+            for key, (first, last) in away.items()
+        ]
+    pages.sort(key=lambda page: (page.begin, page.backward))
+    keys = tuple((schedule.chunk_of(action.stage), action.microbatch) for action in actions)
+    return PagePlan(actions=actions, keys=keys, pages=tuple(pages), slots=slots)
 
 
 def least_slots(schedule: Schedule, rank: int) -> tuple[int, ...]:
@@ -187,10 +181,10 @@ class PageClock:
 
     Args:
         plan: The rank's plan.
-        costs: Durations by stage.
+        costs: Durations of its copies.
     """
 
-    def __init__(self, plan: PagePlan, costs: Mapping[int, CostModel]) -> None:
+    def __init__(self, plan: PagePlan, costs: CostModel) -> None:
         self._plan, self._costs = plan, costs
         self._leaving, self._coming = plan.leaving(), plan.coming()
         self._out_ms = self._in_ms = self._end_ms = 0.0  # when each direction and the rank is idle
@@ -203,31 +197,15 @@ class PageClock:
         for page in self._coming.get(position, ()):
             slot = page.key[0], plan.slots[page.key][1]
             begin = max(self._end_ms, self._in_ms, self._page_ms[page.key], self._saved_ms[slot])
-            self._in_ms = self._page_ms[page.key] = begin + self._cost(page).page_in_ms
-        action, slot = plan.actions[position], (key[0], plan.slots.get(key, (0, 0))[0])
-        wait_ms = self._saved_ms[slot] if action.op is Op.F else self._page_ms[key]
-        start = max(earliest_ms, wait_ms)
+            self._in_ms = self._page_ms[page.key] = begin + self._costs.page_in_ms
+        slot = key[0], plan.slots[key][0] if key in plan.slots else -1
+        is_forward = plan.actions[position].op is Op.F
+        start = max(earliest_ms, self._saved_ms[slot] if is_forward else self._page_ms[key])
         self._end_ms = start + duration_ms
-        if (left := self._leaving.get(position)) is not None:
-            begin = max(self._end_ms, self._out_ms)
-            self._out_ms = begin + self._cost(left).page_out_ms
+        if position in self._leaving:
+            self._out_ms = max(self._end_ms, self._out_ms) + self._costs.page_out_ms
             self._page_ms[key] = self._saved_ms[slot] = self._out_ms
         return start
-
-    def _cost(self, page: Page) -> CostModel:
-        return self._costs[self._plan.actions[page.forward].stage]
-
-
-def _delay_ms(plan: PagePlan, costs: Mapping[int, CostModel], starts: Sequence[float]) -> float:
-    """Return the mean delay of a rank's actions after their starts, and that of the last one."""
-    clock, end_ms = PageClock(plan, costs), 0.0
-    delays: list[float] = []
-    for position, action in enumerate(plan.actions):
-        duration_ms = costs[action.stage].duration_ms(action.op)
-        start = clock.start_ms(position, max(end_ms, starts[position]), duration_ms)
-        delays.append(start - starts[position])
-        end_ms = start + duration_ms
-    return fmean(delays) + delays[-1]
 
 
 def _positions(schedule: Schedule, rank: int) -> dict[_Key, list[int]]:
@@ -238,41 +216,13 @@ def _positions(schedule: Schedule, rank: int) -> dict[_Key, list[int]]:
     return positions
 
 
-def _plan_of_way(
-    schedule: Schedule, rank: int, num_slots: Sequence[int | None], hold: int, lead: int
-) -> PagePlan | None:
-    """Return the plan of one way; None if the slots are too few."""
-    actions, positions = schedule.compute_actions(rank), _positions(schedule, rank)
-    pages: list[Page] = []
-    slots: dict[_Key, tuple[int, int]] = {}
-    for c, count in enumerate(num_slots):
-        if count is None:
-            continue
-        own = {key: at for key, at in positions.items() if key[0] == c}
-        begins = _begins(own, count, hold, lead)
-        if begins is None:
-            return None
-        stays: dict[Any, tuple[int, int]] = {key: (at[0], at[-1]) for key, at in own.items()}
-        for key, begin in begins.items():
-            stays[key] = own[key][0], own[key][0] + hold
-            stays[key, "back"] = begin, own[key][-1]
-        numbers = _numbers(stays, count)
-        slots |= {key: (numbers[key], numbers.get((key, "back"), numbers[key])) for key in own}
-        away = {key: (own[key][0], own[key][1]) for key in begins}
-        places = _numbers(away, _most_together(away.values()))
-        pages += [
-            Page(key=key, forward=at[0], begin=begins[key], backward=at[1], place=places[key])
-            for key, at in away.items()
-        ]
-    pages.sort(key=lambda page: (page.begin, page.backward))
-    keys = tuple((schedule.chunk_of(action.stage), action.microbatch) for action in actions)
-    return PagePlan(actions=actions, keys=keys, pages=tuple(pages), slots=slots)
-
-
-def _begins(
+def _stays(
     positions: Mapping[_Key, Sequence[int]], num_slots: int, hold: int, lead: int
-) -> dict[_Key, int] | None:
-    """Return where the pages of a chunk come back; None if the slots are too few."""
+) -> dict[tuple[_Key, int], tuple[int, int]] | None:
+    """Return from where to where each microbatch of a chunk has a slot; None if they are too few.
+
+    A microbatch whose page leaves has a first and a second stay, 0 and 1.
+    """
     held = Counter(p for at in positions.values() for p in range(at[0], at[-1] + 1))
     begins: dict[_Key, int] = {}
     for position in sorted(held):
@@ -287,19 +237,23 @@ def _begins(
             backward, key = max(others)
             begins[key] = backward - lead
             held.subtract(range(positions[key][0] + hold + 1, backward - lead))
+    stays = {(key, 0): (at[0], at[-1]) for key, at in positions.items()}
     earliest = 0
     for key in sorted(begins, key=lambda key: positions[key][1]):
-        earliest = max(earliest, positions[key][0] + hold + 1)
-        while begins[key] > earliest and held[begins[key] - 1] < num_slots:
-            begins[key] -= 1
-            held[begins[key]] += 1
-        earliest = begins[key]
-    return begins
+        forward, *_, last = positions[key]
+        earliest, begin = max(earliest, forward + hold + 1), begins[key]
+        while begin > earliest and held[begin - 1] < num_slots:
+            begin -= 1
+            held[begin] += 1
+        earliest = begin
+        stays[key, 0], stays[key, 1] = (forward, forward + hold), (begin, last)
+    return stays
 
 
 def _numbers(stays: Mapping[Any, tuple[int, int]], count: int) -> dict[Any, int]:
     """Number stays, of a first and a last position, below ``count``: the longest free one each."""
-    ends, numbers = [-1] * count, {}
+    ends = [-1] * count
+    numbers: dict[Any, int] = {}
     for key, (first, last) in sorted(stays.items(), key=lambda item: item[1]):
         numbers[key] = number = min(range(count), key=ends.__getitem__)
         assert ends[number] < first

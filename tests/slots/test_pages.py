@@ -139,9 +139,8 @@ def check(schedule: Schedule, counts_of_rank: list[tuple[int, ...]], costs: Cost
             assert max(slots) < counts[c]
         plans.append(plan)
     check_no_cycle(schedule, plans)
-    by_stage = dict.fromkeys(range(schedule.num_stages), costs)
-    clocks = {rank: PageClock(plan, by_stage) for rank, plan in enumerate(plans)}
-    paged, plain = simulate(schedule, by_stage, clocks), simulate(schedule, by_stage)
+    clocks = {rank: PageClock(plan, costs) for rank, plan in enumerate(plans)}
+    paged, plain = simulate(schedule, costs, clocks), simulate(schedule, costs)
     assert paged.makespan_ms >= plain.makespan_ms - 1e-9
 
 
@@ -209,7 +208,7 @@ def test_the_link_decides_when_a_page_comes_back() -> None:
     for factor in (0.0, 0.25, 1.0, 4.0):
         costs = CostModel(page_out_ms=3.75 * factor, page_in_ms=4.8 * factor)
         plan = plan_pages(schedule, 0, [6], costs)
-        clock = {0: PageClock(plan, dict.fromkeys(range(8), costs))}
+        clock = {0: PageClock(plan, costs)}
         ends.append(simulate(schedule, costs, clock).makespan_ms)
         lead = sum(page.backward - page.begin for page in plan.pages)
         assert lead >= len(plan.pages) * bool(factor)
