@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, RankSchedule
-from chunkgraph.engine.paging.pages import SlotPage
+from chunkgraph.engine.paging.pages import page_of
 from chunkgraph.schedules import CostModel, Op, Schedule, build_schedule, simulate
 from chunkgraph.slots import PageClock, plan_pages
 
@@ -105,13 +105,12 @@ class Rank:
         forward_ms, backward_ms = (
             statistics.mean(a.elapsed_time(b) for a, b in times) for times in self.times.values()
         )
-        page = SlotPage.of(self.graphs._captured.slots[0][0])
+        parts = page_of(self.graphs._captured.slots[0][0])
         copier = self.graphs.backend.new_copier()
-        host = page.on(copier.host_memory(page.num_bytes))
+        memory = copier.host_memory(sum(part.numel() for part in parts))
 
         def copy(*, to_host: bool) -> None:
-            ends = (host, page.parts) if to_host else (page.parts, host)
-            copier.wait(copier.copy(*ends, [copier.mark()], to_host=to_host))
+            copier.wait(copier.copy(parts, memory, [copier.mark()], to_host=to_host))
 
         works = partial(copy, to_host=True), partial(copy, to_host=False)
         *_, out_ms, in_ms = map(ms_of, works * 2)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from math import inf
 from operator import mul
 from typing import TYPE_CHECKING
 
@@ -128,18 +126,12 @@ def print_fewer_slots(
         count = min(request.num_microbatches, 4 * (request.group_size or request.num_ranks))
         request = replace(request, num_microbatches=count)
     full = [row.plan.slots_per_chunk for row in rows]
-
-    def ratio(most: int) -> float:
-        counts = [tuple(min(count, most) for count in own) for own in full]
+    for most in range(1, max(map(max, full))):
         with suppress(ConfigError):  # too few
-            return _simulated(request, args, counts)[1]
-        return inf
-
-    caps = range(1, max(map(max, full)))
-    index = bisect_left(caps, True, key=lambda most: ratio(most) <= _TOLERANCE)
-    if index < len(caps):
-        console.print(
-            "{} slots of a chunk take {:.3f} of its step (--slots, --page-time {:g} {:g}).".format(
-                caps[index], ratio(caps[index]), *args.page_time
-            )
-        )
+            counts = [tuple(min(count, most) for count in own) for own in full]
+            _, ratio = _simulated(request, args, counts)
+            if ratio <= _TOLERANCE:
+                times = "{:g} {:g}".format(*args.page_time)
+                how = f"(--slots, --page-time {times})"
+                console.print(f"{most} slots of a chunk take {ratio:.3f} of its step {how}.")
+                return

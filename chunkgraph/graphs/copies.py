@@ -14,7 +14,7 @@ import torch
 
 Mark = Any
 Parts = Sequence[torch.Tensor]
-"""Memory, as bytes."""
+"""Memory of the device, as bytes."""
 
 
 class Copier:
@@ -32,13 +32,15 @@ class Copier:
         """Return a mark of all that the current stream has to do."""
         return None
 
-    def copy(self, targets: Parts, sources: Parts, after: Sequence[Mark], *, to_host: bool) -> Mark:
-        """Launch copies, and return their mark.
+    def copy(
+        self, parts: Parts, memory: torch.Tensor, after: Sequence[Mark], *, to_host: bool
+    ) -> Mark:
+        """Launch copies between parts and memory of the host, where they follow each other.
 
         Args:
-            targets: Where to; in use until the mark, as ``sources`` are.
-            sources: Where from.
-            after: Marks that they wait for.
+            parts: The parts; in use until the mark that is returned.
+            memory: Memory of the host, for all of them or larger; in use until then, too.
+            after: Marks that the copies wait for.
             to_host: The direction.
         """
 
@@ -46,10 +48,9 @@ class Copier:
         def run() -> None:
             for mark in after:
                 self.wait(mark)
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
-                if to_host:
-                    source.fill_(0xFF)
+            self._run(parts, memory, to_host=to_host)
+            for part in parts if to_host else ():
+                part.fill_(0xFF)
 
         return run
 
@@ -57,6 +58,13 @@ class Copier:
         """Let the current stream wait for a mark; the host goes on."""
         if mark is not None:
             mark()
+
+    @staticmethod
+    def _run(parts: Parts, memory: torch.Tensor, *, to_host: bool) -> None:
+        sizes = [part.numel() for part in parts]
+        for part, place in zip(parts, memory[: sum(sizes)].split(sizes), strict=True):
+            target, source = (place, part) if to_host else (part, place)
+            target.copy_(source, non_blocking=True)
 
 
 class CudaCopier(Copier):
@@ -78,15 +86,15 @@ class CudaCopier(Copier):
         """See `Copier`."""
         return torch.cuda.current_stream(self._device).record_event()
 
-    def copy(self, targets: Parts, sources: Parts, after: Sequence[Mark], *, to_host: bool) -> Mark:
+    def copy(
+        self, parts: Parts, memory: torch.Tensor, after: Sequence[Mark], *, to_host: bool
+    ) -> Mark:
         """See `Copier`."""
         stream = self._streams[to_host]
-        for mark in after:
-            if mark is not None:
-                stream.wait_event(mark)
         with torch.cuda.stream(stream):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
+            for mark in after:
+                self.wait(mark)
+            self._run(parts, memory, to_host=to_host)
         return stream.record_event()
 
     def wait(self, mark: Mark) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from chunkgraph.errors import ScheduleError
 from chunkgraph.schedules.action import Action, Op
@@ -101,11 +100,8 @@ class Simulation:
         return 1.0 - self.busy_ms(rank) / self.makespan_ms if self.makespan_ms else 0.0
 
 
-class Clock(Protocol):
-    """Delays the actions of a rank, such as by copies of pages."""
-
-    def start_ms(self, position: int, earliest_ms: float, duration_ms: float) -> float:
-        """Return when the next action of the rank starts, at ``earliest_ms`` or later."""
+Clock = Callable[[int, float, float], float]
+"""Returns when an action starts: from its position on its rank, the earliest start and duration."""
 
 
 def simulate(
@@ -146,7 +142,7 @@ def simulate(
             start = max(start, end_ms[event] + send_ms)
         duration_ms = costs[action.stage].duration_ms(action.op)
         if clocks is not None and rank in clocks:
-            start = clocks[rank].start_ms(position, start, duration_ms)
+            start = clocks[rank](position, start, duration_ms)
         span = Span(action, start, start + duration_ms)
         spans[rank].append(span)
         end_ms[event_of(action)] = span.end_ms

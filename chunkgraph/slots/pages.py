@@ -191,8 +191,8 @@ class PageClock:
         self._saved_ms: defaultdict[_Key, float] = defaultdict(float)  # by chunk and slot
         self._page_ms: defaultdict[_Key, float] = defaultdict(float)  # on the host, then back
 
-    def start_ms(self, position: int, earliest_ms: float, duration_ms: float) -> float:
-        """See `chunkgraph.schedules.Clock`."""
+    def __call__(self, position: int, earliest_ms: float, duration_ms: float) -> float:
+        """Return when the next action starts, as `simulate` asks for it."""
         plan, key = self._plan, self._plan.keys[position]
         for page in self._coming.get(position, ()):
             slot = page.key[0], plan.slots[page.key][1]

@@ -406,12 +406,12 @@ def test_verify_modes_find_a_page_that_is_lost(
     copier = graphs._replayer._copier
     copy = copier.copy
 
-    def lose(targets: Any, sources: Any, after: Any, *, to_host: bool) -> Any:
-        mark = copy(targets, sources, after, to_host=to_host)
+    def lose(parts: Any, memory: Any, after: Any, *, to_host: bool) -> Any:
+        mark = copy(parts, memory, after, to_host=to_host)
         if not to_host:
             copier.wait(mark)
-            for target in targets[:-1]:  # not its input
-                target.fill_(0xFF)
+            for part in parts[:-1]:  # not its input
+                part.fill_(0xFF)
         return mark
 
     monkeypatch.setattr(copier, "copy", lose)

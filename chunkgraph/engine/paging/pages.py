@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,37 +20,11 @@ from chunkgraph.engine.slot import Slot
 from chunkgraph.graphs import AddressRanges, tensor_at
 
 
-@dataclass(frozen=True)
-class SlotPage:
-    """The bytes that one variant of a slot keeps.
-
-    Attributes:
-        parts: Those that its forward wrote into its pool, and those of its static inputs.
-        layout: Offset and size of each part; None if an offset is unknown.
-    """
-
-    parts: tuple[torch.Tensor, ...]
-    layout: tuple[tuple[int, int], ...] | None
-
-    @staticmethod
-    def of(slot: Slot) -> SlotPage:
-        """Return the page of a captured slot."""
-        pool, kept = slot.memory.pool, slot.memory.kept
-        own = pool.relative(kept)
-        of_inputs = [(0, place) for t in slot.inputs.tensors if (place := memory_of(t)) is not None]
-        places = [*(own or ((0, place) for place in kept)), *of_inputs]
-        parts = tuple(tensor_at(r.start, r.end - r.start, pool.device) for _, r in places)
-        layout = tuple((offset, r.end - r.start) for offset, r in places)
-        return SlotPage(parts, None if own is None else layout)
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the number of bytes."""
-        return sum(part.numel() for part in self.parts)
-
-    def on(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the place of each part in one piece of memory."""
-        return memory[: self.num_bytes].split([part.numel() for part in self.parts])
+def page_of(slot: Slot) -> tuple[torch.Tensor, ...]:
+    """Return what a captured slot keeps: what its forward wrote in its pool, and static inputs."""
+    inputs = (place for t in slot.inputs.tensors if (place := memory_of(t)) is not None)
+    device = slot.memory.pool.device
+    return tuple(tensor_at(r.start, r.end - r.start, device) for r in (*slot.memory.kept, *inputs))
 
 
 def layout_problem(slots: Sequence[Slot]) -> str:
@@ -64,9 +37,10 @@ def layout_problem(slots: Sequence[Slot]) -> str:
     grads = AddressRanges(place for place in places if place is not None)
     if len(first.graphs) == 2 and grads & pool.reserved():
         return "its backward leaves input gradients where the forward saved something"
-    layouts = {SlotPage.of(slot).layout for slot in slots}
-    if None in layouts:
+    kept = [slot.memory.pool.relative(slot.memory.kept) for slot in slots]
+    if None in kept:
         return "its memory is in no arena (a backend that was made without can_sleep)"
+    layouts = {tuple((at, r.end - r.start) for at, r in places or ()) for places in kept}
     return "its slots keep memory at different offsets" if len(layouts) > 1 else ""
 
 
@@ -135,7 +109,7 @@ class PageTrial:
             kind = next((t.dtype for t in inputs if t.is_floating_point()), torch.int64)
             _fill(other, [t.flip([*range(t.dim())]) if t.dtype == kind else t for t in inputs])
             other.graphs["F"].replay()
-        for source, target in zip(SlotPage.of(slot).parts, SlotPage.of(other).parts, strict=True):
+        for source, target in zip(page_of(slot), page_of(other), strict=True):
             target.copy_(source)
             source.fill_(0xFF)
         return other

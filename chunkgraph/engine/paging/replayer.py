@@ -11,7 +11,7 @@ import torch
 
 from chunkgraph.engine.capture.graph_set import GraphSet
 from chunkgraph.engine.observer import Observer
-from chunkgraph.engine.paging.pages import SlotPage
+from chunkgraph.engine.paging.pages import page_of
 from chunkgraph.engine.replay import Replayer
 from chunkgraph.engine.slot import Slot
 from chunkgraph.errors import SlotError
@@ -97,15 +97,14 @@ class PagedReplayer(Replayer):
 
     def __init__(self, *args: Any, plan: Planner, backend: GraphBackend, **settings: Any) -> None:
         self._planner, self._backend = plan, backend
-        self._pages: dict[Slot, SlotPage] = {}
+        self._pages: dict[Slot, Sequence[torch.Tensor]] = {}
         self.host_bytes = self.moved_bytes = 0
         super().__init__(*args, **settings)
 
     def take(self, captured: GraphSet) -> None:
         """See `Replayer.take`."""
         super().take(captured)
-        slots = (slot for c in captured.paged for slot in captured.slots[c])
-        self._pages = {slot: SlotPage.of(slot) for slot in slots}
+        self._pages = {slot: page_of(slot) for c in captured.paged for slot in captured.slots[c]}
         self._copier = self._backend.new_copier()
         self._plans: dict[int, PagePlan] = {}
         self._memory: dict[_Key, torch.Tensor] = {}  # by chunk and place
@@ -148,7 +147,7 @@ class PagedReplayer(Replayer):
         self._position = self.moved_bytes = 0
         self._forget_microbatches()
         for c, place in {(page.key[0], page.place) for page in plan.pages} - self._memory.keys():
-            size = max(self._pages[slot].num_bytes for slot in captured.slots[c])
+            size = max(_num_bytes(self._pages[slot]) for slot in captured.slots[c])
             self._memory[c, place] = self._copier.host_memory(size)
             self.host_bytes += size
 
@@ -238,12 +237,12 @@ class PagedReplayer(Replayer):
     def _save(self, page: Page) -> None:
         """Launch the copy of a page to the host, and free its slot."""
         (c, microbatch), slot = page.key, self._holders[page.key]
-        kept, memory = self._pages[slot], self._memory[c, page.place]
-        mark = self._copier.copy(kept.on(memory), kept.parts, [self._copier.mark()], to_host=True)
+        parts, memory = self._pages[slot], self._memory[c, page.place]
+        mark = self._copier.copy(parts, memory, [self._copier.mark()], to_host=True)
         self._copied[page.key] = self._saved[c, slot.index] = mark
         slot.inputs.forget_sources()
         self._machine.move(c, slot.index, ~microbatch)
-        self.moved_bytes += kept.num_bytes
+        self.moved_bytes += _num_bytes(parts)
 
     def _load(self, page: Page) -> None:
         """Launch the copy of a page into a slot."""
@@ -251,10 +250,9 @@ class PagedReplayer(Replayer):
         (c, microbatch), index = page.key, self._plan.slots[page.key][1]
         slots = self._captured.banks[self._holders[page.key].bank].slots[c]
         slot = self._holders[page.key] = slots[index]
-        kept, memory = self._pages[slot], self._memory[c, page.place]
         after = self._copied[page.key], self._saved.pop((c, index), None), self._copier.mark()
-        mark = self._copier.copy(kept.parts, kept.on(memory), after, to_host=False)
-        self._copied[page.key] = mark
+        parts, memory = self._pages[slot], self._memory[c, page.place]
+        self._copied[page.key] = self._copier.copy(parts, memory, after, to_host=False)
         slot.inputs.forget_sources()
         self._machine.move(c, ~microbatch, index)
 
@@ -267,3 +265,7 @@ class PagedReplayer(Replayer):
         if self._pages:
             # The backward may run in another slot, so no gradient is received into one.
             self._awaiting_grads = tuple(deque[Slot](maxlen=0) for _ in self._chunks)
+
+
+def _num_bytes(parts: Sequence[torch.Tensor]) -> int:
+    return sum(part.numel() for part in parts)
