@@ -115,7 +115,7 @@ class SlotLimit:
         """Return the class that replays under this limit, with its first arguments."""
         own = self._schedule
 
-        def plan(num_microbatches: int, num_slots: Sequence[int | None]) -> PagePlan:
+        def plan(num_slots: Sequence[int | None], num_microbatches: int) -> PagePlan:
             return plan_pages(self.check(num_microbatches), own.rank, num_slots, own.costs)
 
         return partial(PagedReplayer, plan=plan, backend=backend)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from chunkgraph.schedules import Op
 from chunkgraph.slots import Page, PagePlan, SlotMachine
 
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.W: "weight gradient"}
-Planner = Callable[[int, Sequence[int | None]], PagePlan]
+Planner = Callable[[Sequence[int | None], int], PagePlan]
 _Key = tuple[int, int]
 """Chunk and microbatch."""
 
@@ -49,18 +50,14 @@ class PagedSlotMachine(SlotMachine):
         return slot
 
     def move(self, chunk: int, source: int, target: int) -> None:
-        """Let a microbatch leave a slot, or come back into one.
+        """Let a microbatch leave a slot, or come back into one, as planned.
 
         Args:
             chunk: Index of the model chunk.
             source: Number of its slot; ``~microbatch`` if it has none.
             target: Likewise.
-
-        Raises:
-            SlotError: The slot is in use.
         """
-        if (chunk, target) in self._uses:
-            self._refuse("page in", chunk, target, "keep to the schedule that was planned")
+        assert (chunk, target) not in self._uses
         use = self._uses[chunk, target] = self._uses.pop((chunk, source))
         name, slot = ("page in", target) if source < 0 else ("page out", source)
         self._free[self._set_of[chunk]] ^= 1 << slot
@@ -80,14 +77,10 @@ class PagedReplayer(Replayer):
     receive begins. So no rank ever waits for a slot with a receive posted.
 
     Args:
-        plan: Returns the plan of a step with some number of microbatches, and of slots by chunk:
-            None for a chunk that is not paged.
+        plan: Returns the plan of a step, from the number of slots of each chunk (None for one that
+            is not paged) and that of microbatches.
         backend: The backend of the graphs.
         settings: As `Replayer` takes them.
-
-    Attributes:
-        host_bytes: Bytes of all buffers on the host.
-        moved_bytes: Bytes that the current or the last step has moved to the host.
     """
 
     machine = PagedSlotMachine
@@ -98,7 +91,6 @@ class PagedReplayer(Replayer):
     def __init__(self, *args: Any, plan: Planner, backend: GraphBackend, **settings: Any) -> None:
         self._planner, self._backend = plan, backend
         self._pages: dict[Slot, Sequence[torch.Tensor]] = {}
-        self.host_bytes = self.moved_bytes = 0
         super().__init__(*args, **settings)
 
     def take(self, captured: GraphSet) -> None:
@@ -106,9 +98,10 @@ class PagedReplayer(Replayer):
         super().take(captured)
         self._pages = {slot: page_of(slot) for c in captured.paged for slot in captured.slots[c]}
         self._copier = self._backend.new_copier()
-        self._plans: dict[int, PagePlan] = {}
+        counts = enumerate(captured.report.num_slots)
+        paged = tuple(count if c in captured.paged else None for c, count in counts)
+        self._plan_of = cache(partial(self._planner, paged))
         self._memory: dict[_Key, torch.Tensor] = {}  # by chunk and place
-        self.host_bytes = self.moved_bytes = 0
         self._forget_microbatches()
 
     def drop(self) -> None:
@@ -137,19 +130,14 @@ class PagedReplayer(Replayer):
         """Plan the pages of a step that begins."""
         captured = self._captured
         assert captured is not None
-        if num_microbatches not in self._plans:
-            counts = enumerate(captured.report.num_slots)
-            own = [count if c in captured.paged else None for c, count in counts]
-            self._plans[num_microbatches] = self._planner(num_microbatches, own)
-        self._plan = plan = self._plans[num_microbatches]
+        self._plan = plan = self._plan_of(num_microbatches)
         self._machine.planned = plan.slots
         self._leaving, self._coming = plan.leaving(), plan.coming()
-        self._position = self.moved_bytes = 0
+        self._position = 0
         self._forget_microbatches()
         for c, place in {(page.key[0], page.place) for page in plan.pages} - self._memory.keys():
-            size = max(_num_bytes(self._pages[slot]) for slot in captured.slots[c])
-            self._memory[c, place] = self._copier.host_memory(size)
-            self.host_bytes += size
+            sizes = (sum(p.numel() for p in self._pages[slot]) for slot in captured.slots[c])
+            self._memory[c, place] = self._copier.host_memory(max(sizes))
 
     def reserve_input(self, c: int, index: int = 0, *, num_before: int = 0) -> torch.Tensor | None:
         """See `Replayer.reserve_input`."""
@@ -242,7 +230,6 @@ class PagedReplayer(Replayer):
         self._copied[page.key] = self._saved[c, slot.index] = mark
         slot.inputs.forget_sources()
         self._machine.move(c, slot.index, ~microbatch)
-        self.moved_bytes += _num_bytes(parts)
 
     def _load(self, page: Page) -> None:
         """Launch the copy of a page into a slot."""
@@ -265,7 +252,3 @@ class PagedReplayer(Replayer):
         if self._pages:
             # The backward may run in another slot, so no gradient is received into one.
             self._awaiting_grads = tuple(deque[Slot](maxlen=0) for _ in self._chunks)
-
-
-def _num_bytes(parts: Sequence[torch.Tensor]) -> int:
-    return sum(part.numel() for part in parts)
