@@ -105,8 +105,8 @@ def print_pages(
         if row.memory is not None:
             sizes = row.memory.slot_bytes_per_chunk
             moved = 2 * sum(sizes[page.key[0]] for page in plan.pages)
-            pinned = sum(sizes[c] for c, _ in {(p.key[0], p.place) for p in plan.pages})
-            line += map(format_bytes, (sum(map(mul, count, sizes)), moved, pinned))
+            slots, pinned = (sum(map(mul, n, sizes)) for n in (count, plan.num_buffers))
+            line += map(format_bytes, (slots, moved, pinned))
         cells.append(line)
     headings = ("Rank", "Slots per chunk", "Pages", "Slots", "Moved", "Pinned memory")
     console.print("Pages: activations on the host, in one step", style="bold")

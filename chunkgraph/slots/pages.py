@@ -19,9 +19,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from heapq import heappop, heappush
 from math import ceil
 from statistics import fmean
-from typing import Any
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import Action, CostModel, Op, Schedule, build_schedule
@@ -43,14 +43,12 @@ class Page:
         forward: Position of its forward among the rank's actions.
         begin: Position of the action before which its copy back is launched.
         backward: Position of its backward, or of the first half.
-        place: Number of its buffer on the host, among those of the chunk.
     """
 
     key: _Key
     forward: int
     begin: int
     backward: int
-    place: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +58,22 @@ class PagePlan:
     Attributes:
         actions: The rank's compute actions.
         keys: Chunk and microbatch of each.
+        num_slots: Number of slots of each chunk; None for a chunk without pages.
         pages: The pages, in the order in which they come back.
-        slots: For each chunk and microbatch the slots of its forward and of its backward.
     """
 
     actions: tuple[Action, ...]
     keys: tuple[_Key, ...]
+    num_slots: tuple[int | None, ...]
     pages: tuple[Page, ...]
-    slots: Mapping[_Key, tuple[int, int]]
+
+    @property
+    def num_buffers(self) -> tuple[int, ...]:
+        """Return the largest number of pages of each chunk that are on the host at once."""
+        away: list[list[tuple[int, int]]] = [[] for _ in self.num_slots]
+        for page in self.pages:
+            away[page.key[0]].append((page.forward, page.backward))
+        return tuple(map(_most_together, away))
 
     def leaving(self) -> dict[int, Page]:
         """Return the page that leaves after the action at a position."""
@@ -142,30 +148,23 @@ def plan_pages(
     hold, lead = (ceil(ms / mean_ms) for ms in (costs.page_out_ms, costs.page_in_ms))
     ways = [(max(1, min(hold, most)), min(lead, most)) for most in range(_LONGEST, -1, -1)]
     pages: list[Page] = []
-    slots: dict[_Key, tuple[int, int]] = {}
     for c, count in enumerate(num_slots):
         if count is None:
             continue
         own = {key: at for key, at in _positions(schedule, rank).items() if key[0] == c}
-        stays = next(filter(None, (_stays(own, count, *way) for way in ways)), None)
-        if stays is None:
+        found = (_pages(own, count, *way) for way in ways)
+        of_chunk = next((pages for pages in found if pages is not None), None)
+        if of_chunk is None:
             raise ConfigError(
                 f"rank {rank}: {list(num_slots)} slots are too few for schedule {schedule.name!r} "
                 f"with {schedule.num_microbatches} microbatches, whose chunks need at least "
                 f"{list(least_slots(schedule, rank))} even if every page leaves. Allow more slots "
                 "(max_slots), or more memory for them (max_slot_memory)."
             )
-        numbers = _numbers(stays, count)
-        slots |= {key: (numbers[key, 0], numbers.get((key, 1), numbers[key, 0])) for key in own}
-        away = {key: (at[0], at[1]) for key, at in own.items() if (key, 1) in stays}
-        places = _numbers(away, _most_together(away.values()))
-        pages += [
-            Page(key=key, forward=first, begin=stays[key, 1][0], backward=last, place=places[key])
-            for key, (first, last) in away.items()
-        ]
+        pages += of_chunk
     pages.sort(key=lambda page: (page.begin, page.backward))
     keys = tuple((schedule.chunk_of(action.stage), action.microbatch) for action in actions)
-    return PagePlan(actions=actions, keys=keys, pages=tuple(pages), slots=slots)
+    return PagePlan(actions=actions, keys=keys, num_slots=tuple(num_slots), pages=tuple(pages))
 
 
 def least_slots(schedule: Schedule, rank: int) -> tuple[int, ...]:
@@ -187,24 +186,29 @@ class PageClock:
     def __init__(self, plan: PagePlan, costs: CostModel) -> None:
         self._plan, self._costs = plan, costs
         self._leaving, self._coming = plan.leaving(), plan.coming()
-        self._out_ms = self._in_ms = self._end_ms = 0.0  # when each direction and the rank is idle
-        self._saved_ms: defaultdict[_Key, float] = defaultdict(float)  # by chunk and slot
-        self._page_ms: defaultdict[_Key, float] = defaultdict(float)  # on the host, then back
+        # When each free slot is saved, when each direction and the rank are idle, and when pages
+        # are on the host, then in a slot.
+        self._free_ms = [[0.0] * (count or len(plan.actions)) for count in plan.num_slots]
+        self._out_ms = self._in_ms = self._end_ms = 0.0
+        self._page_ms: dict[_Key, float] = {}
 
     def __call__(self, position: int, earliest_ms: float, duration_ms: float) -> float:
         """Return when the next action starts, as `simulate` asks for it."""
-        plan, key = self._plan, self._plan.keys[position]
+        action, key = self._plan.actions[position], self._plan.keys[position]
         for page in self._coming.get(position, ()):
-            slot = page.key[0], plan.slots[page.key][1]
-            begin = max(self._end_ms, self._in_ms, self._page_ms[page.key], self._saved_ms[slot])
+            free_ms = heappop(self._free_ms[page.key[0]])
+            begin = max(self._end_ms, self._in_ms, self._page_ms[page.key], free_ms)
             self._in_ms = self._page_ms[page.key] = begin + self._costs.page_in_ms
-        slot = key[0], plan.slots[key][0] if key in plan.slots else -1
-        is_forward = plan.actions[position].op is Op.F
-        start = max(earliest_ms, self._saved_ms[slot] if is_forward else self._page_ms[key])
+        free = self._free_ms[key[0]]
+        ready_ms = heappop(free) if action.op is Op.F else self._page_ms.get(key, 0.0)
+        start = max(earliest_ms, ready_ms)
         self._end_ms = start + duration_ms
         if position in self._leaving:
             self._out_ms = max(self._end_ms, self._out_ms) + self._costs.page_out_ms
-            self._page_ms[key] = self._saved_ms[slot] = self._out_ms
+            self._page_ms[key] = self._out_ms
+            heappush(free, self._out_ms)
+        elif action.op.ends_lifetime:
+            heappush(free, self._end_ms)
         return start
 
 
@@ -216,49 +220,34 @@ def _positions(schedule: Schedule, rank: int) -> dict[_Key, list[int]]:
     return positions
 
 
-def _stays(
+def _pages(
     positions: Mapping[_Key, Sequence[int]], num_slots: int, hold: int, lead: int
-) -> dict[tuple[_Key, int], tuple[int, int]] | None:
-    """Return from where to where each microbatch of a chunk has a slot; None if they are too few.
-
-    A microbatch whose page leaves has a first and a second stay, 0 and 1.
-    """
+) -> list[Page] | None:
+    """Return the pages of a chunk; None if the slots are too few."""
     held = Counter(p for at in positions.values() for p in range(at[0], at[-1] + 1))
-    begins: dict[_Key, int] = {}
+    leaving: dict[_Key, Sequence[int]] = {}
     for position in sorted(held):
         while held[position] > num_slots:
             others = [
                 (at[1], key)
                 for key, at in positions.items()
-                if key not in begins and at[0] + hold < position < at[1] - lead
+                if key not in leaving and at[0] + hold < position < at[1] - lead
             ]
             if not others:
                 return None
             backward, key = max(others)
-            begins[key] = backward - lead
-            held.subtract(range(positions[key][0] + hold + 1, backward - lead))
-    stays = {(key, 0): (at[0], at[-1]) for key, at in positions.items()}
+            leaving[key] = at = positions[key]
+            held.subtract(range(at[0] + hold + 1, backward - lead))
+    pages: list[Page] = []
     earliest = 0
-    for key in sorted(begins, key=lambda key: positions[key][1]):
-        forward, *_, last = positions[key]
-        earliest, begin = max(earliest, forward + hold + 1), begins[key]
+    for key, (forward, backward, *_) in sorted(leaving.items(), key=lambda item: item[1][1]):
+        earliest, begin = max(earliest, forward + hold + 1), backward - lead
         while begin > earliest and held[begin - 1] < num_slots:
             begin -= 1
             held[begin] += 1
         earliest = begin
-        stays[key, 0], stays[key, 1] = (forward, forward + hold), (begin, last)
-    return stays
-
-
-def _numbers(stays: Mapping[Any, tuple[int, int]], count: int) -> dict[Any, int]:
-    """Number stays, of a first and a last position, below ``count``: the longest free one each."""
-    ends = [-1] * count
-    numbers: dict[Any, int] = {}
-    for key, (first, last) in sorted(stays.items(), key=lambda item: item[1]):
-        numbers[key] = number = min(range(count), key=ends.__getitem__)
-        assert ends[number] < first
-        ends[number] = last
-    return numbers
+        pages.append(Page(key=key, forward=forward, begin=begin, backward=backward))
+    return pages
 
 
 def _most_together(stays: Iterable[tuple[int, int]]) -> int:

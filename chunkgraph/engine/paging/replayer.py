@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -28,40 +28,28 @@ _Key = tuple[int, int]
 
 
 class PagedSlotMachine(SlotMachine):
-    """Slots that microbatches leave and come back to; a paged one counts under no slot's number.
-
-    Attributes:
-        planned: For each chunk and microbatch the slots of its forward and of its backward.
-    """
-
-    planned: Mapping[_Key, tuple[int, int]] = {}
+    """Slots that microbatches leave and come back to; a paged one counts under no slot's number."""
 
     def next_key(self, chunk: int) -> _Key:
         """Return chunk and microbatch of the next forward of ``chunk``."""
         return chunk, self._num_forwards[chunk]
 
-    def acquire_forward(self, chunk: int) -> int:
-        """See `SlotMachine.acquire_forward`; the slot is the planned one."""
-        planned, of_set = self.planned.get(self.next_key(chunk)), self._set_of[chunk]
-        others = 0 if planned is None else self._free[of_set] & ~(1 << planned[0])
-        self._free[of_set] -= others
-        slot = super().acquire_forward(chunk)  # an error ends the step, which frees all slots
-        self._free[of_set] += others
-        return slot
+    def page_out(self, chunk: int, slot: int) -> None:
+        """Free a slot, whose microbatch goes on without one."""
+        use = self._uses.pop((chunk, slot))
+        self._uses[chunk, ~use.microbatch] = use
+        self._free[self._set_of[chunk]] |= 1 << slot
+        self._events.append(("page out", chunk, use.microbatch, slot))
 
-    def move(self, chunk: int, source: int, target: int) -> None:
-        """Let a microbatch leave a slot, or come back into one, as planned.
-
-        Args:
-            chunk: Index of the model chunk.
-            source: Number of its slot; ``~microbatch`` if it has none.
-            target: Likewise.
-        """
-        assert (chunk, target) not in self._uses
-        use = self._uses[chunk, target] = self._uses.pop((chunk, source))
-        name, slot = ("page in", target) if source < 0 else ("page out", source)
+    def page_in(self, chunk: int, microbatch: int) -> int:
+        """Give a microbatch that has no slot the lowest free one, and return its number."""
+        free = self._free[self._set_of[chunk]]
+        assert free, "the plan has more pages than slots"
+        slot = (free & -free).bit_length() - 1
         self._free[self._set_of[chunk]] ^= 1 << slot
-        self._events.append((name, chunk, use.microbatch, slot))
+        self._uses[chunk, slot] = self._uses.pop((chunk, ~microbatch))
+        self._events.append(("page in", chunk, microbatch, slot))
+        return slot
 
 
 class PagedReplayer(Replayer):
@@ -91,6 +79,7 @@ class PagedReplayer(Replayer):
     def __init__(self, *args: Any, plan: Planner, backend: GraphBackend, **settings: Any) -> None:
         self._planner, self._backend = plan, backend
         self._pages: dict[Slot, Sequence[torch.Tensor]] = {}
+        self._memory: list[list[torch.Tensor]] = []  # of the host, by chunk
         super().__init__(*args, **settings)
 
     def take(self, captured: GraphSet) -> None:
@@ -101,12 +90,12 @@ class PagedReplayer(Replayer):
         counts = enumerate(captured.report.num_slots)
         paged = tuple(count if c in captured.paged else None for c, count in counts)
         self._plan_of = cache(partial(self._planner, paged))
-        self._memory: dict[_Key, torch.Tensor] = {}  # by chunk and place
+        self._memory = [[] for _ in self._chunks]
         self._forget_microbatches()
 
     def drop(self) -> None:
         """See `Replayer.drop`."""
-        self._pages, self._memory = {}, {}
+        self._pages, self._memory = {}, [[] for _ in self._chunks]
         super().drop()
 
     @contextmanager
@@ -131,13 +120,14 @@ class PagedReplayer(Replayer):
         captured = self._captured
         assert captured is not None
         self._plan = plan = self._plan_of(num_microbatches)
-        self._machine.planned = plan.slots
         self._leaving, self._coming = plan.leaving(), plan.coming()
         self._position = 0
         self._forget_microbatches()
-        for c, place in {(page.key[0], page.place) for page in plan.pages} - self._memory.keys():
-            sizes = (sum(p.numel() for p in self._pages[slot]) for slot in captured.slots[c])
-            self._memory[c, place] = self._copier.host_memory(max(sizes))
+        for c, buffers in enumerate(self._memory):
+            sizes = [sum(p.numel() for p in self._pages.get(s, ())) for s in captured.slots[c]]
+            while len(buffers) < plan.num_buffers[c]:
+                buffers.append(self._copier.host_memory(max(sizes)))
+        self._idle = [[*buffers] for buffers in self._memory]
 
     def reserve_input(self, c: int, index: int = 0, *, num_before: int = 0) -> torch.Tensor | None:
         """See `Replayer.reserve_input`."""
@@ -160,6 +150,8 @@ class PagedReplayer(Replayer):
             self._copier.wait(self._copied.pop(key, None))
             slot = self._holders[key]
             slot.turn = turn
+            if key in self._away:  # the backward waits for the copy, and later copies for it
+                self._idle[key[0]].append(self._away.pop(key))
         result = super().replay_backward(slot, turn, grads)
         self._advance()
         return result
@@ -224,29 +216,30 @@ class PagedReplayer(Replayer):
 
     def _save(self, page: Page) -> None:
         """Launch the copy of a page to the host, and free its slot."""
-        (c, microbatch), slot = page.key, self._holders[page.key]
-        parts, memory = self._pages[slot], self._memory[c, page.place]
-        mark = self._copier.copy(parts, memory, [self._copier.mark()], to_host=True)
+        (c, _), slot = page.key, self._holders[page.key]
+        memory = self._away[page.key] = self._idle[c].pop()
+        after = [self._copier.mark()]
+        mark = self._copier.copy(self._pages[slot], memory, after, to_host=True)
         self._copied[page.key] = self._saved[c, slot.index] = mark
         slot.inputs.forget_sources()
-        self._machine.move(c, slot.index, ~microbatch)
+        self._machine.page_out(c, slot.index)
 
     def _load(self, page: Page) -> None:
         """Launch the copy of a page into a slot."""
         assert self._captured is not None
-        (c, microbatch), index = page.key, self._plan.slots[page.key][1]
-        slots = self._captured.banks[self._holders[page.key].bank].slots[c]
-        slot = self._holders[page.key] = slots[index]
+        (c, microbatch), key = page.key, self._holders[page.key].bank
+        index = self._machine.page_in(c, microbatch)
+        slot = self._holders[page.key] = self._captured.banks[key].slots[c][index]
         after = self._copied[page.key], self._saved.pop((c, index), None), self._copier.mark()
-        parts, memory = self._pages[slot], self._memory[c, page.place]
+        parts, memory = self._pages[slot], self._away[page.key]
         self._copied[page.key] = self._copier.copy(parts, memory, after, to_host=False)
         slot.inputs.forget_sources()
-        self._machine.move(c, ~microbatch, index)
 
     def _forget_microbatches(self) -> None:
         super()._forget_microbatches()
         self._keys: dict[int, _Key] = {}  # of microbatches by turn
         self._holders: dict[_Key, Slot] = {}  # which slot a microbatch has, or had last
+        self._away: dict[_Key, torch.Tensor] = {}  # the memory of pages
         self._copied: dict[_Key, Mark] = {}  # when its page is on the host, or in the slot again
         self._saved: dict[_Key, Mark] = {}  # by chunk and slot: when what left is on the host
         if self._pages:
