@@ -252,7 +252,7 @@ class ChunkGraphs:
             schedule=schedule,
             max_num_microbatches=max_num_microbatches,
         )
-        settings["schedule"] = RankSchedule.of(plan, rank, num_ranks, group_size)
+        settings["schedule"] = RankSchedule.of(plan)
         are_shared = (settings.get("options") or CaptureOptions()).shared_slots
         num_slots = plan.peak_in_flight if are_shared else plan.slots_per_chunk
         return cls(rank_chunks, num_slots, **settings)
