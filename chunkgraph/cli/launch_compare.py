@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,10 +62,11 @@ class Run:
         return next((i for i, (a, b) in enumerate(pairs) if a != b), len(self.steps))
 
     def distance(self, other: Run) -> float:
-        """Return the largest relative difference of losses and gradient norms."""
+        """Return the largest relative difference of losses and gradient norms; inf for a NaN."""
         both = zip(chain(*self.steps), chain(*other.steps), strict=True)
         pairs = [(float.fromhex(a), float.fromhex(b)) for a, b in both if a != b]
-        return max((abs(a - b) / max(abs(a), abs(b)) for a, b in pairs), default=0.0)
+        gaps = (abs(a - b) / max(abs(a), abs(b)) for a, b in pairs)
+        return max((math.inf if math.isnan(gap) else gap for gap in gaps), default=0.0)
 
 
 def compare(
@@ -150,16 +152,17 @@ def _times(eager: Run, chunk: Run) -> Iterator[str]:
     """Yield whether chunk graphs pay, and what keeps them from more."""
     if not chunk.ranks:
         return
-    share = chunk.step_ms / eager.step_ms
-    line = f"Chunk graphs take {share:.2f} of the time"
-    if num_bytes := eager.most("reserved_bytes"):
-        line += f" and {chunk.most('reserved_bytes') / num_bytes:.2f} of the memory"
+    if not (num_bytes := eager.most("reserved_bytes")):
+        yield "Without a GPU, times tell nothing: recordings stand in for graphs."
+        return
+    share, of_memory = chunk.step_ms / eager.step_ms, chunk.most("reserved_bytes") / num_bytes
+    line = f"Graphs take {share:.2f} of the time and {of_memory:.2f} of the memory of eager"
     if share > _SMALL_GAIN:
-        yield f"{line} of eager training: the device was busy without them, too."
+        yield f"{line} training: the GPU was busy without them, too."
     else:
         yield (
-            f"{line} of eager training. They hide launches: longer sequences or wider layers, "
-            f"whose kernels take {1 / share:.1f} times as long, leave little to gain."
+            f"{line} training, whose launches they save. Kernels that took {1 / share:.1f} times "
+            "as long, for longer sequences or wider layers, would leave little to save."
         )
     late_ms = chunk.most("late_ms") or 0.0
     if late_ms > _LONG_WAIT * chunk.step_ms:

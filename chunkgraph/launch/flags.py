@@ -209,7 +209,6 @@ Chunk graphs add these flags to the script:
 {flags}
 
 Megatron's --cuda-graph-warmup-steps sets the eager steps before the capture.
-
 Under torchrun (with RANK and WORLD_SIZE set) the script runs in this process.
 """
 
@@ -234,14 +233,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--config",
         metavar="FILE",
         type=Path,
-        help="YAML file as in configs/; its settings become flags, unless the command line sets "
-        "them",
+        help="YAML file as in configs/; its settings become flags",
     )
     parser.add_argument(
         "--nproc-per-node",
         metavar="N",
         type=int,
-        help="processes to start (default: as the pipeline section of --config needs, or 1)",
+        help="processes to start (default: as --config needs, or 1)",
     )
     parser.add_argument(
         "--device",

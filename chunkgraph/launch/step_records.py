@@ -171,7 +171,7 @@ class StepRecorder:
             "reserved_bytes": torch.cuda.max_memory_reserved(),
             "capture_ms": report.duration_ms if report else None,
             "late_ms": self._late.total_ms() / _NUM_TRACED if report and not self._on_cpu else None,
-            "hints": hints(args),
+            "hints": [] if self._on_cpu else hints(args),
         }
         path = self._folder / f"rank{os.environ['RANK']}.json"
         path.write_text(json.dumps(record), encoding="utf-8")
@@ -213,9 +213,10 @@ class ReplayedSteps:
 
 
 _HINTS = {
-    "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion saves passes over all logits",
-    "gradient_accumulation_fusion": "without --no-gradient-accumulation-fusion fewer kernels add "
-    "weight gradients",
+    "cross_entropy_loss_fusion": "add --cross-entropy-loss-fusion: the loss then passes over the "
+    "logits less often",
+    "gradient_accumulation_fusion": "leave out --no-gradient-accumulation-fusion: weight gradients "
+    "are then added without kernels of their own",
 }
 """What makes a step slow and is a flag away, by the argument of Megatron that is off."""
 
