@@ -275,9 +275,9 @@ def _print_recommendation(console: Console, sizes: MicrobatchSizes, best: ShapeO
     if plain is not None and bucketed is not None and bucketed <= plain - _WORTH:
         values["packed-buckets"] = _LENGTH_BUCKETS
     captured = default_buckets_of_shape(shape, values.get("packed-buckets", ()))
+    flags = " ".join(f"--cuda-graph-{name} {_words(n)}" for name, n in values.items())
     if seq_buckets := recommended_seq_buckets(sizes, shape):
         values["packed-seq-buckets"] = seq_buckets
-    flags = " ".join(f"--cuda-graph-{name} {_words(n)}" for name, n in values.items())
     keys = " ".join(map(_setting, values, values.values()))
     console.print(f"Recommended for chunkgraph launch:\n  {flags}", style="bold", soft_wrap=True)
     console.print(f"Recommended for chunkgraph train:\n  {keys}", style="bold", soft_wrap=True)

@@ -240,10 +240,7 @@ class PackingConfig(Section):
         tuple[Positive, ...], Strict(False), Flag("--cuda-graph-packed-buckets")
     ] = ()
     """Shorter microbatches to capture as well, as fractions of the rows or as numbers of rows."""
-    seq_buckets: Annotated[
-        Annotated[tuple[Natural, ...], Strict(False)] | None,
-        Flag("--cuda-graph-packed-seq-buckets"),
-    ] = None
+    seq_buckets: Annotated[tuple[Natural, ...], Strict(False)] | None = None
     """Smaller sequence counts to capture as well, since attention takes time for empty sequences.
     Null: powers of two from 64 (32 for at most 1024 rows per rank) to half of max_packed_seqs."""
     context_parallel_sizes: Annotated[
@@ -273,7 +270,7 @@ class CaptureConfig(Section):
     """Capture chunks as graphs. False trains eagerly through the same code."""
     scope: Annotated[Literal["auto", "block", "chunk"], Flag("--cuda-graph-chunk-scope")] = "auto"
     """What a graph holds: the transformer block, or the whole chunk with embedding, output layer
-    and loss. auto: the chunk if possible."""
+    and loss. auto: the chunk if possible, and the norm, clipping and cast of the optimizer too."""
     num_warmup_steps: Natural = 1
     """Eager training steps before the capture."""
     max_slot_memory: Annotated[Size | None, Flag("--cuda-graph-max-slot-memory")] = None
@@ -281,15 +278,18 @@ class CaptureConfig(Section):
     verify: Annotated[Literal["none", "poison", "shadow"], Flag("--cuda-graph-verify")] = "none"
     """How to check replays, slowly: fill freed memory with NaN (poison), or compare every replay
     with an eager pass (shadow)."""
-    optimizer: Annotated[StrictBool, Flag("--cuda-graph-optimizer")] = True
-    """Capture the optimizer's norm, clipping and cast of parameters too, if a graph can hold it."""
     on_failure: Annotated[Literal["raise", "eager"], Flag("--cuda-graph-on-failure")] = "raise"
     """After a capture that failed on any rank: raise the error, or train eagerly."""
 
     @property
     def options(self) -> dict[str, Any]:
         """Return the arguments of the engine's ``CaptureOptions``."""
-        return self.model_dump(exclude={"enabled", "scope", "optimizer"})
+        return self.model_dump(exclude={"enabled", "scope"})
+
+    @property
+    def captures_optimizer(self) -> bool:
+        """Tell whether the optimizer's step is captured too."""
+        return self.scope == "auto"
 
 
 class StashConfig(Section):
