@@ -84,8 +84,7 @@ def run_script(options: argparse.Namespace) -> int:
         hooks.on_parser = explain_in_one_line
         stack.callback(hooks.disable)
         if run := os.environ.get(RECORD_VARIABLE):
-            on_cpu = options.device == "cpu"
-            stack.callback(StepRecorder(hooks, on_cpu=on_cpu, **json.loads(run)).close)
+            stack.callback(StepRecorder(hooks, **json.loads(run)).close)
         stack.enter_context(lost_ranks_named())
         code, is_over = 0, True
         try:

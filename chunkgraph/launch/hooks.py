@@ -41,7 +41,7 @@ from chunkgraph.launch.patches import (
     pretrain_hooks,
     write_scalars,
 )
-from chunkgraph.launch.step_records import ReplayedSteps, StepClock, hints
+from chunkgraph.launch.step_records import ReplayedSteps, hint
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of, eager_driver
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.core.agreement import exchange_between
@@ -187,7 +187,7 @@ class ChunkGraphsInPretrain:
             graphs.name_replays()
         self.has_trained = True
         self._metrics = StepMetrics(graphs)
-        self._replayed = ReplayedSteps(StepClock(on_cpu=self._on_cpu), _print_step_time)
+        self._replayed = ReplayedSteps(_print_step_time)
         _print_on_rank_0(start_line(graphs, flags))
         if graphs.site.facts().packed:
             self._steps = _packed_steps(args, graphs, chunks, contexts)
@@ -320,8 +320,8 @@ def _print_on_rank_0(line: str) -> None:
 
 def _print_step_time(step_ms: float) -> None:
     """Print what a step takes, with the flags that would make it faster."""
-    text = f"chunk graphs: a replayed step takes {step_ms:.1f} ms; launch --compare 20 compares"
-    _print_on_rank_0(" ".join([f"{text} it with eager training.", *hints(pretrain_arguments())]))
+    text = f"chunk graphs: a replayed step takes {step_ms:.1f} ms (compare with eager training: "
+    _print_on_rank_0(f"{text}chunkgraph launch --compare 20). {hint(pretrain_arguments())}".strip())
 
 
 def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags) -> str:

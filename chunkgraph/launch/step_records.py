@@ -10,8 +10,7 @@ import argparse
 import json
 import os
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,61 +37,39 @@ _WITHOUT_OUTPUT = {
 """Megatron's arguments of runs that leave nothing behind."""
 
 
-class StepClock:
-    """Marks in the work of this rank's device, and the time between them.
-
-    Args:
-        on_cpu: Whether there is no GPU; marks are then times of the host.
-    """
-
-    def __init__(self, *, on_cpu: bool) -> None:
-        self._on_cpu = on_cpu
-
-    def mark(self) -> Any:
-        """Return a mark after all work that the host has launched on the current stream."""
-        if self._on_cpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def is_past(self, mark: Any) -> bool:
-        """Return whether the device has passed a mark, without a wait."""
-        return self._on_cpu or bool(mark.query())
-
-    def ms_between(self, first: Any, last: Any) -> float:
-        """Return the time between two marks that the device has passed, in ms."""
-        return (last - first) * 1e3 if self._on_cpu else float(first.elapsed_time(last))
+def mark() -> torch.cuda.Event:
+    """Return an event after all work that the host has launched on the current stream."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class LateReplays(Observer):
-    """Measure how long the device waited, since the host launched replays late.
+    """Measure how long the device waits for replays that the host launches late.
 
-    A replay is late if the device has finished the one before it when the host launches it. At the
-    beginning of a step none is.
+    A replay is late if the device has finished the one before it in the same step.
     """
 
-    def __init__(self, clock: StepClock) -> None:
-        self._clock = clock
-        self._last: Any = None
-        self._waits: list[tuple[Any, Any]] = []
+    def __init__(self) -> None:
+        self._last: torch.cuda.Event | None = None
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def before(self, *_: object) -> None:
-        """Measure the wait before a replay that is late."""
-        if self._last is not None and self._clock.is_past(self._last):
-            self._waits.append((self._last, self._clock.mark()))
+        """Mark the end of the wait for a late replay."""
+        if self._last is not None and self._last.query():
+            self._waits.append((self._last, mark()))
 
     def after(self, *_: object) -> None:
         """Mark the end of a replay."""
-        self._last = self._clock.mark()
+        self._last = mark()
 
     def end_step(self, *, has_failed: bool) -> None:  # noqa: ARG002
-        """Forget the last replay of a step."""
+        """Forget the step's last replay."""
         self._last = None
 
     def total_ms(self) -> float:
-        """Return the waits of all steps; the device must have finished them."""
-        return sum(self._clock.ms_between(*wait) for wait in self._waits)
+        """Return the sum of the waits, all of which must be over."""
+        return sum(first.elapsed_time(last) for first, last in self._waits)
 
 
 class StepRecorder:
@@ -106,13 +83,12 @@ class StepRecorder:
     """
 
     def __init__(
-        self, hooks: ChunkGraphsInPretrain, *, run: str, num_steps: int, folder: str, on_cpu: bool
+        self, hooks: ChunkGraphsInPretrain, *, run: str, num_steps: int, folder: str
     ) -> None:
-        self._hooks, self._run, self._folder = hooks, run, Path(folder)
-        self._num_steps, self._on_cpu = num_steps, on_cpu
-        self._clock = StepClock(on_cpu=on_cpu)
-        self._late = LateReplays(self._clock)
-        self._steps: list[tuple[Any, Any, Mapping[str, Any], Any]] = []
+        self._hooks, self._run, self._num_steps = hooks, run, num_steps
+        self._folder = Path(folder)
+        self._late = LateReplays()
+        self._steps: list[tuple[Any, ...]] = []  # begin, end, losses, gradient norm
         self._settle, hooks.parsed = hooks.parsed, self._parsed  # type: ignore[method-assign]
         self._train, self._get_args = private_names(_TRAINING, "train_step", "get_args")
         training = import_megatron(_TRAINING)
@@ -121,15 +97,14 @@ class StepRecorder:
     def _parsed(self, args: argparse.Namespace) -> None:
         """Change the parsed arguments to those of the run."""
         self._num_warmup = int(getattr(args, "cuda_graph_warmup_steps", 3)) + 2
-        self._num_all = self._num_warmup + self._num_steps + _NUM_TRACED
+        self._last = self._num_warmup + self._num_steps + _NUM_TRACED
         for name in _WITHOUT_OUTPUT.keys() & vars(args).keys():
             setattr(args, name, _WITHOUT_OUTPUT[name])
-        if getattr(args, "train_iters", None):
-            args.train_iters = max(args.train_iters, self._num_all)
+        if args.train_iters:
+            args.train_iters = max(args.train_iters, self._last)
         args.chunkgraph = self._run == "chunk"
         if self._run != "chunk":
-            for item in FLAGS:
-                setattr(args, item.dest, None)
+            vars(args).update(dict.fromkeys(item.dest for item in FLAGS))
             args.cuda_graph_granularity = "layer"
             args.cuda_graph_impl = "none" if self._run == "eager" else self._run
             args.optimizer_cuda_graph = False
@@ -138,29 +113,27 @@ class StepRecorder:
 
     def _train_step(self, *args: Any, **kwargs: Any) -> Any:
         number = len(self._steps) + 1
-        if number == 1 and not self._on_cpu:
+        if number == 1:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        graphs = self._hooks.graphs
-        if graphs is not None and number == self._num_warmup + self._num_steps + 1:
-            graphs.engine.observe(self._late)
-        begin = self._clock.mark()
+        if self._hooks.graphs is not None and number == self._last - _NUM_TRACED + 1:
+            self._hooks.graphs.engine.observe(self._late)
+        begin = mark()
         result = self._train(*args, **kwargs)
-        end = self._clock.mark()
+        end = mark()
         norm = result[5]  # perhaps in a buffer of the optimizer's graph
         norm = norm.clone() if isinstance(norm, torch.Tensor) else norm
         self._steps.append((begin, end, result[0], norm))
-        if number == self._num_all:
+        if number == self._last:
             self._write()
             of_run = self._get_args()
             of_run.exit_interval = of_run.curr_iteration + 1
         return result
 
     def _write(self) -> None:
-        torch.cuda.synchronize()  # nothing on a CPU host
-        graphs, args = self._hooks.graphs, self._get_args()
-        report = graphs and graphs.engine.report
-        times = [self._clock.ms_between(begin, end) for begin, end, *_ in self._steps]
+        torch.cuda.synchronize()
+        report = self._hooks.graphs and self._hooks.graphs.engine.report
+        times = [begin.elapsed_time(end) for begin, end, *_ in self._steps]
         record = {
             "step_ms": times[self._num_warmup : self._num_warmup + self._num_steps],
             # Of all steps, to the last bit.
@@ -169,9 +142,9 @@ class StepRecorder:
                 for _, _, losses, norm in self._steps
             ],
             "reserved_bytes": torch.cuda.max_memory_reserved(),
-            "capture_ms": report.duration_ms if report else None,
-            "late_ms": self._late.total_ms() / _NUM_TRACED if report and not self._on_cpu else None,
-            "hints": [] if self._on_cpu else hints(args),
+            "capture_ms": report.duration_ms if report else 0.0,
+            "late_ms": self._late.total_ms() / _NUM_TRACED,
+            "hint": hint(self._get_args()),
         }
         path = self._folder / f"rank{os.environ['RANK']}.json"
         path.write_text(json.dumps(record), encoding="utf-8")
@@ -190,14 +163,15 @@ def _choose_modules(args: argparse.Namespace) -> None:
 class ReplayedSteps:
     """Tell once what a step takes, after steps in a row that were only replayed.
 
+    What Megatron does between two steps counts, and a median ignores a few evaluations.
+
     Args:
-        clock: The clock of the device.
         tell: Function to call with the median of their times, in ms.
     """
 
-    def __init__(self, clock: StepClock, tell: Callable[[float], None]) -> None:
-        self._clock, self._tell = clock, tell
-        self._marks: list[Any] = []
+    def __init__(self, tell: Callable[[float], None]) -> None:
+        self._tell = tell
+        self._marks: list[torch.cuda.Event] = []
         self._is_told = False
 
     def step(self, *, is_replayed: bool) -> None:
@@ -205,23 +179,15 @@ class ReplayedSteps:
         if self._is_told:
             return
         if len(self._marks) <= _NUM_ANNOUNCED:
-            self._marks = [*(self._marks if is_replayed else ()), self._clock.mark()]
-        elif self._clock.is_past(self._marks[-1]):
+            self._marks = [*(self._marks if is_replayed else ()), mark()]
+        elif self._marks[-1].query():
             self._is_told = True
-            times = map(self._clock.ms_between, self._marks, self._marks[1:])
-            self._tell(statistics.median(times))
+            pairs = zip(self._marks, self._marks[1:], strict=False)
+            self._tell(statistics.median(first.elapsed_time(last) for first, last in pairs))
 
 
-_HINTS = {
-    "cross_entropy_loss_fusion": "add --cross-entropy-loss-fusion: the loss then passes over the "
-    "logits less often",
-    "gradient_accumulation_fusion": "leave out --no-gradient-accumulation-fusion: weight gradients "
-    "are then added without kernels of their own",
-}
-"""What makes a step slow and is a flag away, by the argument of Megatron that is off."""
-
-
-def hints(args: argparse.Namespace) -> list[str]:
-    """Return sentences about work of every step that one of Megatron's flags saves."""
-    found = [text for name, text in _HINTS.items() if getattr(args, name, True) is False]
-    return [f"Faster, with other rounding: {text}." for text in found]
+def hint(args: argparse.Namespace) -> str:
+    """Return a sentence about work of every step that a flag of Megatron saves; empty if none."""
+    if args.cross_entropy_loss_fusion:
+        return ""
+    return "Faster, with other rounding: --cross-entropy-loss-fusion reads the logits less often."

@@ -20,7 +20,7 @@ GIB = 2**30
 def record(losses: Sequence[float], ms: float = 100.0, **more: Any) -> dict[str, Any]:
     """Return what one rank writes: two measured steps, and a loss and a norm of every step."""
     values = [[loss.hex(), (2 * loss).hex()] for loss in losses]
-    fields = {"reserved_bytes": 10 * GIB, "capture_ms": None, "late_ms": None, "hints": []}
+    fields = {"reserved_bytes": 10 * GIB, "capture_ms": 0.0, "late_ms": 0.0, "hint": ""}
     return {"step_ms": [ms, ms + 2], "values": values, **fields, **more}
 
 
@@ -50,13 +50,13 @@ def test_equal_and_faster_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
         record(losses, 50.0, capture_ms=900.0, late_ms=4.0, reserved_bytes=8 * GIB),
     ]
     runs = Runs(
-        eager=[record(losses, 99.0, hints=[hint]), record(losses, 100.0)],
+        eager=[record(losses, 99.0, hint=hint), record(losses, 100.0)],
         chunk=graphs,
         local=[WorkerError("Rank 0 failed: no room")],
     )
     file = tmp_path / "result.json"
     assert compare(runs, 2, ["local"], file) == 0
-    assert runs.names == ["eager", "chunk", "local"]
+    assert runs.names == ["chunk", "eager", "local"]
     output = capsys.readouterr().out
     rows = [line.split() for line in output.splitlines()]
     # The slowest rank, the fullest one, the latest one.
@@ -67,14 +67,14 @@ def test_equal_and_faster_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "Graphs take 0.50 of the time and 0.90 of the memory of eager training",
         "took 2.0 times as long",
         "The GPU waited 8% of a step for the host",
-        "chunk: all losses and gradient norms equal eager training to the last bit.",
+        "chunk: all losses and gradient norms equal eager ones to the last bit.",
         "local failed: Rank 0 failed: no room",
         hint,
     ):
         assert text in output
     document = json.loads(file.read_text())
-    assert [run["name"] for run in document["runs"]] == runs.names
-    assert document["runs"][1]["step_ms"] == 51.0
+    assert [run["name"] for run in document["runs"]] == ["eager", "chunk", "local"]
+    assert document["runs"][1]["step_ms"] == [50.0, 52.0]
     assert document["runs"][2]["error"] == "Rank 0 failed: no room"
     assert document["verdict"][-1] == hint
 
@@ -85,7 +85,7 @@ def test_equal_and_faster_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([3.0, 2.0], [3.0, 2.5], 1, "from step 2 on, by 2.0e-01; eager training repeats itself"),
         ([3.0, 2.4], [3.0, 2.0], 0, "within its spread of 2.0e-01"),
         ([3.0, 1.0], [3.0, 2.4], 0, "NOT within its spread of 4.0e-02"),
-        ([3.0, 2.5], None, 0, "equal eager training to the last bit"),
+        ([3.0, 2.5], None, 0, "equal eager ones to the last bit"),
         ([3.0, float("nan")], [3.0, 2.5], 1, "from step 2 on, by inf"),
     ],
 )
@@ -99,21 +99,18 @@ def test_a_difference_is_judged_by_a_second_eager_run(
     eager = [[record([3.0, 2.5])], [record(again or [])]]
     runs = Runs(eager=eager, chunk=[record(of_chunk, 99.0)])
     assert compare(runs, 2, [], None) == code
-    assert runs.names == ["eager", "chunk", *(["eager"] if again else [])]
+    assert runs.names == ["chunk", "eager", *(["eager"] if again else [])]
     output = capsys.readouterr().out
     assert text in output
     assert "the GPU was busy without them, too" in output
 
 
-def test_failures(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(WorkerError, match="no GPU"):
-        compare(Runs(eager=[WorkerError("no GPU")]), 2, [], None)
-    failing = Runs(eager=[record([3.0])], chunk=[WorkerError("refused")])
-    assert compare(failing, 2, [], None) == 1
-    assert "chunk failed: refused" in capsys.readouterr().out
-    short = Runs(eager=[record([3.0])], chunk=[])
-    assert compare(short, 20, [], None) == 1
-    assert "the script trained fewer than 20 steps" in capsys.readouterr().out
+def test_a_run_that_must_succeed_ends_the_comparison() -> None:
+    for records in ({"chunk": [WorkerError("x")]}, {"chunk": [record([3.0])], "eager": []}):
+        runs = Runs(**records)
+        with pytest.raises(WorkerError, match=r"x|--compare 2: the script trained fewer steps"):
+            compare(runs, 2, ["local"], None)
+        assert runs.names == list(records)
 
 
 @pytest.mark.parametrize(
