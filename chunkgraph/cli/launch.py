@@ -30,8 +30,6 @@ _SIZES = {
     "expert": "expert_model_parallel_size",
 }
 _BEFORE_SCRIPT = ("--plan", "--gpu-memory", "--nproc-per-node", "--compare", "--against")
-_IMPLEMENTATIONS = ("local", "transformer_engine")
-"""Megatron's graphs that keep the number of microbatches, to compare with."""
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 
@@ -59,8 +57,10 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--against",
         metavar="IMPL",
-        default="",
-        help="and with Megatron's local,transformer_engine graphs",
+        default=[],
+        choices=("local", "transformer_engine"),
+        action="append",
+        help="and with Megatron's graphs: local or transformer_engine",
     )
     add_json(parser)
     add_options(parser)
@@ -75,7 +75,14 @@ def run(args: argparse.Namespace) -> int:
             )
     if args.gpu_memory is not None and not args.plan:
         raise ConfigError("--gpu-memory compares the memory of a plan; add --plan.")
-    _check_comparison(args)
+    if (args.against or args.json) and args.compare is None:
+        raise ConfigError("--against and --json belong to a comparison; add --compare.")
+    if args.compare is not None and (args.plan or args.compare < 1 or "RANK" in os.environ):
+        raise ConfigError(
+            "--compare N trains N >= 1 steps in processes that it starts here. Leave --plan, "
+            "torchrun and srun out."
+        )
+    check_output("--json", args.json)
     settle_options(args)
     if args.plan:
         return _print_plan(args)
@@ -110,30 +117,6 @@ def run(args: argparse.Namespace) -> int:
         return compare(launch, args.compare, args.against, args.json)
     launch({})
     return 0
-
-
-def _check_comparison(args: argparse.Namespace) -> None:
-    """Check the options of a comparison, and split ``against``.
-
-    Raises:
-        ConfigError: They cannot be combined, or have wrong values.
-    """
-    if args.compare is None:
-        if args.against or args.json:
-            raise ConfigError("--against and --json belong to a comparison; add --compare.")
-        return
-    if args.compare < 1:
-        raise ConfigError(f"--compare {args.compare}: there must be at least one step.")
-    if args.plan or "RANK" in os.environ:
-        raise ConfigError(
-            "--compare starts every process itself, on this machine. Leave --plan, torchrun and "
-            "srun out."
-        )
-    args.against = [name for name in args.against.split(",") if name]
-    if unknown := [name for name in args.against if name not in _IMPLEMENTATIONS]:
-        known = " and ".join(_IMPLEMENTATIONS)
-        raise ConfigError(f"--against {shorten(unknown[0])} is unknown; there are {known}.")
-    check_output("--json", args.json)
 
 
 def _print_plan(options: argparse.Namespace) -> int:

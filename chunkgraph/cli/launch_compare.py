@@ -20,27 +20,23 @@ from chunkgraph.cli.plan_tables import table
 from chunkgraph.errors import WorkerError
 from chunkgraph.launch.flags import RECORD_VARIABLE
 
-_OWN = ("chunk", "eager")
-"""The runs that must succeed; the first may be refused."""
-_SMALL_GAIN, _LONG_WAIT = 0.95, 0.05
-_SPREADS = 2
-"""A run is within the spread of eager runs up to this multiple of their own distance."""
-
+Launch = Callable[[Mapping[str, str]], None]
+"""A function that runs the ranks with more environment variables."""
 Run = dict[str, Any]
 """A run: its ``name``, its ``error`` if it failed, and otherwise what `StepRecorder` writes: for
 each step the longest time of a rank and the values of all, and the largest of other numbers."""
 
+_OWN = ("chunk", "eager")
+"""The runs that must succeed; the first may be refused."""
+_SPREADS = 2
+"""A run is within the spread of eager runs up to this multiple of their own distance."""
 
-def compare(
-    launch: Callable[[Mapping[str, str]], None],
-    num_steps: int,
-    against: Sequence[str],
-    json_file: Path | None,
-) -> int:
+
+def compare(launch: Launch, num_steps: int, against: Sequence[str], json_file: Path | None) -> int:
     """Train the runs in fresh processes, one after the other, and print a table and a verdict.
 
     Args:
-        launch: Function that runs the ranks with more environment variables.
+        launch: Runs the ranks.
         num_steps: Number of steps to measure.
         against: Megatron's implementations of graphs to run as well.
         json_file: File for the results; None: write none.
@@ -54,9 +50,9 @@ def compare(
     chunk, eager, *others = (_train(launch, name, num_steps) for name in (*_OWN, *against))
     again, runs = eager, [eager, chunk, *others]
     done = [run for run in runs if "error" not in run]
-    if any(_num_equal(run, eager) < len(eager["values"]) for run in done):
+    if any(run["values"] != eager["values"] for run in done):
         again = _train(launch, "eager", num_steps)
-    verdict = [*_times(eager, chunk), *(_equality(run, eager, again) for run in done[1:])]
+    verdict = [_gain(eager, chunk), *(_equality(run, eager, again) for run in done[1:])]
     verdict += [f"{run['name']} failed: {run['error']}" for run in runs if "error" in run]
     verdict += [eager["hint"]] if eager["hint"] else []
     console = Console(file=stream_next_to(json_file), highlight=False, markup=False)
@@ -67,11 +63,11 @@ def compare(
     if json_file is not None:
         document = {"runs": runs, "verdict": verdict}
         write_output("--json", json_file, json.dumps(document, indent=1) + "\n")
-    return int(_distance(chunk, eager) > 0 and _distance(again, eager) == 0)
+    return int(chunk["values"] != eager["values"] == again["values"])
 
 
-def _train(launch: Callable[[Mapping[str, str]], None], name: str, num_steps: int) -> Run:
-    print(f"--compare: {name}", file=sys.stderr, flush=True)
+def _train(launch: Launch, name: str, num_steps: int) -> Run:
+    print(f"--compare {num_steps}: training starts, {name}", file=sys.stderr, flush=True)
     with TemporaryDirectory(prefix="chunkgraph-") as folder:
         request = {"run": name, "num_steps": num_steps, "folder": folder}
         try:
@@ -84,19 +80,65 @@ def _train(launch: Callable[[Mapping[str, str]], None], name: str, num_steps: in
                 raise
             return {"name": name, "error": str(error)}
         ranks = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    values = zip(*(rank["values"] for rank in ranks), strict=True)
     return {
         "name": name,
         **{key: max(rank[key] for rank in ranks) for key in ranks[0]},
-        "step_ms": list(map(max, *(rank["step_ms"] for rank in ranks), [0.0] * num_steps)),
-        "values": [list(chain(*of_ranks)) for of_ranks in values],
+        "step_ms": [max(times) for times in _by_step(ranks, "step_ms")],
+        "values": [list(chain(*values)) for values in _by_step(ranks, "values")],
     }
 
 
-def _num_equal(run: Run, other: Run) -> int:
+def _by_step(ranks: Sequence[Run], key: str) -> Iterator[tuple[Any, ...]]:
+    return zip(*(rank[key] for rank in ranks), strict=True)
+
+
+def _row(run: Run, eager: Run) -> list[str]:
+    if "error" in run:
+        return [run["name"], "failed", *[""] * 5]
+    step_ms, has_replays = statistics.median(run["step_ms"]), run["capture_ms"] > 0
+    return [
+        run["name"],
+        f"{step_ms:.1f}",
+        f"{step_ms / statistics.median(eager['step_ms']):.3f}",
+        format_bytes(run["reserved_bytes"]),
+        f"{_num_equal(run, eager)}/{len(eager['values'])}",
+        f"{run['late_ms']:.1f} ms" if has_replays else "-",
+        f"{run['capture_ms'] / 1e3:.2f} s" if has_replays else "-",
+    ]
+
+
+def _gain(eager: Run, chunk: Run) -> str:
+    """Return whether chunk graphs pay."""
+    if not eager["reserved_bytes"]:
+        return "Without a GPU, times tell nothing: recordings stand in for graphs."
+    gain = statistics.median(eager["step_ms"]) / statistics.median(chunk["step_ms"])
+    of_memory = chunk["reserved_bytes"] / eager["reserved_bytes"]
+    line = f"Graphs take {1 / gain:.2f} of the time and {of_memory:.2f} of the memory of eager"
+    if gain < 1.05:
+        return f"{line} training: the GPU is busy without them, too."
+    return (
+        f"{line} training, whose launches they save. Where kernels take {gain:.1f} times as long, "
+        "as with longer sequences or wider layers, little is left to save."
+    )
+
+
+def _equality(run: Run, eager: Run, again: Run) -> str:
+    """Return whether a run is equal to eager training, or as far from it as that from itself."""
+    if run["values"] == eager["values"]:
+        return f"{run['name']}: all losses and gradient norms equal eager ones to the last bit."
+    gap, spread = min(_distance(run, one) for one in (eager, again)), _distance(again, eager)
+    step = _num_equal(run, eager) + 1
+    line = f"{run['name']} differs from eager training from step {step} on, by {gap:.1e}"
+    if not spread:
+        return f"{line}; eager training repeats itself."
+    within = "within" if gap <= _SPREADS * spread else "NOT within"
+    return f"{line}; eager training does not repeat itself: {within} its spread of {spread:.1e}."
+
+
+def _num_equal(run: Run, eager: Run) -> int:
     """Return the number of steps before the first that differs."""
-    pairs = zip(run["values"], other["values"], strict=True)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(run["values"]))
+    pairs = zip(run["values"], eager["values"], strict=True)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(eager["values"]))
 
 
 def _distance(run: Run, other: Run) -> float:
@@ -105,56 +147,3 @@ def _distance(run: Run, other: Run) -> float:
     pairs = [(float.fromhex(a), float.fromhex(b)) for a, b in both if a != b]
     gaps = (abs(a - b) / max(abs(a), abs(b)) for a, b in pairs)
     return max((math.inf if math.isnan(gap) else gap for gap in gaps), default=0.0)
-
-
-def _row(run: Run, eager: Run) -> list[str]:
-    if "error" in run:
-        return [run["name"], "failed", *[""] * 5]
-    step_ms = statistics.median(run["step_ms"])
-    replays = run["capture_ms"] > 0
-    return [
-        run["name"],
-        f"{step_ms:.1f}",
-        f"{step_ms / statistics.median(eager['step_ms']):.3f}",
-        format_bytes(run["reserved_bytes"]) if run["reserved_bytes"] else "-",
-        f"{_num_equal(run, eager)}/{len(eager['values'])}",
-        f"{run['late_ms']:.1f} ms" if replays and run["reserved_bytes"] else "-",
-        f"{run['capture_ms'] / 1e3:.2f} s" if replays else "-",
-    ]
-
-
-def _times(eager: Run, chunk: Run) -> Iterator[str]:
-    """Yield whether chunk graphs pay, and what keeps them from more."""
-    if not eager["reserved_bytes"]:
-        yield "Without a GPU, times tell nothing: recordings stand in for graphs."
-        return
-    step_ms, eager_ms = (statistics.median(run["step_ms"]) for run in (chunk, eager))
-    line = (
-        f"Graphs take {step_ms / eager_ms:.2f} of the time and "
-        f"{chunk['reserved_bytes'] / eager['reserved_bytes']:.2f} of the memory of eager training"
-    )
-    if step_ms > _SMALL_GAIN * eager_ms:
-        yield f"{line}: the GPU was busy without them, too."
-    else:
-        yield (
-            f"{line}, whose launches they save. Kernels that took {eager_ms / step_ms:.1f} times "
-            "as long, for longer sequences or wider layers, would leave little to save."
-        )
-    if (late_ms := chunk["late_ms"]) > _LONG_WAIT * step_ms:
-        yield (
-            f"The GPU waited {late_ms / step_ms:.0%} of a step for the host before replays: look "
-            "for a loss function or data loader that reads values of the device."
-        )
-
-
-def _equality(run: Run, eager: Run, again: Run) -> str:
-    """Return whether a run is equal to eager training, or as far from it as that from itself."""
-    num_equal, num_steps = _num_equal(run, eager), len(eager["values"])
-    if num_equal == num_steps:
-        return f"{run['name']}: all losses and gradient norms equal eager ones to the last bit."
-    gap, spread = min(_distance(run, one) for one in (eager, again)), _distance(again, eager)
-    line = f"{run['name']} differs from eager training from step {num_equal + 1} on, by {gap:.1e}"
-    if not spread:
-        return f"{line}; eager training repeats itself in all {num_steps} steps."
-    within = "within" if gap <= _SPREADS * spread else "NOT within"
-    return f"{line}; eager training does not repeat itself: {within} its spread of {spread:.1e}."

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import statistics
 import sys
 import warnings
 from collections import Counter
@@ -41,7 +42,7 @@ from chunkgraph.launch.patches import (
     pretrain_hooks,
     write_scalars,
 )
-from chunkgraph.launch.step_records import ReplayedSteps, hint
+from chunkgraph.launch.step_records import hint, mark
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of, eager_driver
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.core.agreement import exchange_between
@@ -61,6 +62,7 @@ __all__ = ["ChunkGraphsInPretrain", "StepMetrics", "capture_line", "enable", "st
 
 _PROFILES = ("profile", "use_pytorch_profiler", "nvtx_ranges")
 """Megatron's flags of profilers, which show the names of replays."""
+_NUM_TIMED = 20
 _REPLAYS, _DROPPED = ("replays", ""), ("dropped tokens", "")
 """Counts of `StepMetrics`: a name and a reason."""
 
@@ -187,7 +189,6 @@ class ChunkGraphsInPretrain:
             graphs.name_replays()
         self.has_trained = True
         self._metrics = StepMetrics(graphs)
-        self._replayed = ReplayedSteps(_print_step_time)
         _print_on_rank_0(start_line(graphs, flags))
         if graphs.site.facts().packed:
             self._steps = _packed_steps(args, graphs, chunks, contexts)
@@ -255,7 +256,11 @@ class ChunkGraphsInPretrain:
             scale_expert_metrics(*self._steps.metrics_scales)
         if self._metrics is not None:
             self._metrics.step()
-            self._replayed.step(is_replayed=self._metrics.is_replayed)
+            if (step_ms := self._metrics.replayed_ms()) is not None:
+                _print_on_rank_0(
+                    f"chunk graphs: a replayed step takes {step_ms:.1f} ms; chunkgraph launch "
+                    f"--compare 20 compares with eager. {hint(pretrain_arguments())}".rstrip()
+                )
             write_scalars(self._metrics.scalars(), iteration)
         if self._steps is not None:
             self._announce_after(iteration, self._steps)
@@ -318,12 +323,6 @@ def _print_on_rank_0(line: str) -> None:
         sys.stdout.flush()
 
 
-def _print_step_time(step_ms: float) -> None:
-    """Print what a step takes, with the flags that would make it faster."""
-    text = f"chunk graphs: a replayed step takes {step_ms:.1f} ms (compare with eager training: "
-    _print_on_rank_0(f"{text}chunkgraph launch --compare 20). {hint(pretrain_arguments())}".strip())
-
-
 def start_line(graphs: MegatronChunkGraphs, flags: GraphFlags) -> str:
     """Return a line about the upcoming capture on rank 0."""
     slots = graphs.num_slots
@@ -365,16 +364,25 @@ class StepMetrics:
         self._graphs = graphs
         self._last = self._line = self._read()
         self._step: Counter[tuple[str, str]] = Counter()
+        self._marks: list[Any] = []
+        self._is_told = False
 
     def step(self) -> None:
         """Record the end of a training step; evaluation since the previous one counts with it."""
         now = self._read()
         self._step, self._last = now - self._last, now
 
-    @property
-    def is_replayed(self) -> bool:
-        """Return whether the last step was replayed, and nothing ran eagerly with it."""
-        return self._step[_REPLAYS] > 0 and all(name != "eager steps" for name, _ in self._step)
+    def replayed_ms(self) -> float | None:
+        """Return, once, the median time of 20 steps in a row that were replayed, in ms."""
+        if len(self._marks) <= _NUM_TIMED:
+            is_replayed = self._step.keys() - {_DROPPED} == {_REPLAYS}
+            self._marks = [*(self._marks if is_replayed else ()), mark()]
+            return None
+        if self._is_told or not self._marks[-1].query():
+            return None
+        self._is_told = True
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return statistics.median(first.elapsed_time(last) for first, last in pairs)
 
     def scalars(self) -> dict[str, float]:
         """Return the last step's metrics by TensorBoard name; memory in bytes, times in seconds."""

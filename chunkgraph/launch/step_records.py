@@ -1,16 +1,10 @@
-"""Record what Megatron's training steps take, without a wait of the host.
-
-The ranks of `chunkgraph launch --compare` record all steps; a normal run tells once what a step
-takes.
-"""
+"""Record Megatron's training steps, without a wait of the host, to compare them."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +20,10 @@ if TYPE_CHECKING:
 _TRAINING = "megatron.training.training"
 _NUM_TRACED = 2
 """Steps after the measured ones, in which the waits before replays are measured."""
-_NUM_ANNOUNCED = 20
 _WITHOUT_OUTPUT = {
     **dict.fromkeys(("save", "save_interval", "non_persistent_save_interval", "exit_interval")),
-    **dict.fromkeys(("tensorboard_dir", "wandb_save_dir", "exit_duration_in_mins")),
-    **dict.fromkeys(("async_save", "log_progress"), False),
-    "wandb_project": "",
-    "eval_iters": 0,
+    **dict.fromkeys(("tensorboard_dir", "wandb_project", "exit_duration_in_mins")),
+    **dict.fromkeys(("async_save", "log_progress", "eval_iters", "optimizer_cuda_graph"), 0),
 }
 """Megatron's arguments of runs that leave nothing behind."""
 
@@ -86,8 +77,7 @@ class StepRecorder:
         self, hooks: ChunkGraphsInPretrain, *, run: str, num_steps: int, folder: str
     ) -> None:
         self._hooks, self._run, self._num_steps = hooks, run, num_steps
-        self._folder = Path(folder)
-        self._late = LateReplays()
+        self._folder, self._late = Path(folder), LateReplays()
         self._steps: list[tuple[Any, ...]] = []  # begin, end, losses, gradient norm
         self._settle, hooks.parsed = hooks.parsed, self._parsed  # type: ignore[method-assign]
         self._train, self._get_args = private_names(_TRAINING, "train_step", "get_args")
@@ -98,17 +88,13 @@ class StepRecorder:
         """Change the parsed arguments to those of the run."""
         self._num_warmup = int(getattr(args, "cuda_graph_warmup_steps", 3)) + 2
         self._last = self._num_warmup + self._num_steps + _NUM_TRACED
-        for name in _WITHOUT_OUTPUT.keys() & vars(args).keys():
-            setattr(args, name, _WITHOUT_OUTPUT[name])
-        if args.train_iters:
-            args.train_iters = max(args.train_iters, self._last)
+        vars(args).update({name: _WITHOUT_OUTPUT[name] for name in _WITHOUT_OUTPUT if name in args})
+        args.train_iters = max(args.train_iters or 0, self._last)
         args.chunkgraph = self._run == "chunk"
         if self._run != "chunk":
             vars(args).update(dict.fromkeys(item.dest for item in FLAGS))
             args.cuda_graph_granularity = "layer"
             args.cuda_graph_impl = "none" if self._run == "eager" else self._run
-            args.optimizer_cuda_graph = False
-            _choose_modules(args)
         self._settle(args)
 
     def _train_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,9 +106,9 @@ class StepRecorder:
             self._hooks.graphs.engine.observe(self._late)
         begin = mark()
         result = self._train(*args, **kwargs)
-        end = mark()
-        norm = result[5]  # perhaps in a buffer of the optimizer's graph
-        norm = norm.clone() if isinstance(norm, torch.Tensor) else norm
+        end, norm = mark(), result[5]
+        if isinstance(norm, torch.Tensor):  # perhaps in a buffer of the optimizer's graph
+            norm = norm.clone()
         self._steps.append((begin, end, result[0], norm))
         if number == self._last:
             self._write()
@@ -148,42 +134,6 @@ class StepRecorder:
         }
         path = self._folder / f"rank{os.environ['RANK']}.json"
         path.write_text(json.dumps(record), encoding="utf-8")
-
-
-def _choose_modules(args: argparse.Namespace) -> None:
-    """Choose what Megatron's graphs hold of layers with experts that have no fixed capacity."""
-    is_dropless = args.num_experts and args.moe_expert_capacity_factor is None
-    for name in ("cuda_graph_modules", "cuda_graph_scope"):
-        is_whole = name in args and getattr(args, name) in (None, [], "full", ["full"])
-        if is_whole and is_dropless and args.cuda_graph_impl != "none":
-            dense = ["mlp"] if "0" in str(args.moe_layer_freq) else []
-            setattr(args, name, ["attn", *dense, "moe_router", "moe_preprocess"])
-
-
-class ReplayedSteps:
-    """Tell once what a step takes, after steps in a row that were only replayed.
-
-    What Megatron does between two steps counts, and a median ignores a few evaluations.
-
-    Args:
-        tell: Function to call with the median of their times, in ms.
-    """
-
-    def __init__(self, tell: Callable[[float], None]) -> None:
-        self._tell = tell
-        self._marks: list[torch.cuda.Event] = []
-        self._is_told = False
-
-    def step(self, *, is_replayed: bool) -> None:
-        """Mark the end of a step."""
-        if self._is_told:
-            return
-        if len(self._marks) <= _NUM_ANNOUNCED:
-            self._marks = [*(self._marks if is_replayed else ()), mark()]
-        elif self._marks[-1].query():
-            self._is_told = True
-            pairs = zip(self._marks, self._marks[1:], strict=False)
-            self._tell(statistics.median(first.elapsed_time(last) for first, last in pairs))
 
 
 def hint(args: argparse.Namespace) -> str:

@@ -65,8 +65,7 @@ def test_equal_and_faster_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert ["local", "failed"] in rows
     for text in (
         "Graphs take 0.50 of the time and 0.90 of the memory of eager training",
-        "took 2.0 times as long",
-        "The GPU waited 8% of a step for the host",
+        "Where kernels take 2.0 times as long",
         "chunk: all losses and gradient norms equal eager ones to the last bit.",
         "local failed: Rank 0 failed: no room",
         hint,
@@ -82,7 +81,7 @@ def test_equal_and_faster_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("of_chunk", "again", "code", "text"),
     [
-        ([3.0, 2.0], [3.0, 2.5], 1, "from step 2 on, by 2.0e-01; eager training repeats itself"),
+        ([3.0, 2.0], [3.0, 2.5], 1, "from step 2 on, by 2.0e-01; eager training repeats itself."),
         ([3.0, 2.4], [3.0, 2.0], 0, "within its spread of 2.0e-01"),
         ([3.0, 1.0], [3.0, 2.4], 0, "NOT within its spread of 4.0e-02"),
         ([3.0, 2.5], None, 0, "equal eager ones to the last bit"),
@@ -102,7 +101,7 @@ def test_a_difference_is_judged_by_a_second_eager_run(
     assert runs.names == ["chunk", "eager", *(["eager"] if again else [])]
     output = capsys.readouterr().out
     assert text in output
-    assert "the GPU was busy without them, too" in output
+    assert "the GPU is busy without them, too" in output
 
 
 def test_a_run_that_must_succeed_ends_the_comparison() -> None:
@@ -116,9 +115,8 @@ def test_a_run_that_must_succeed_ends_the_comparison() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        (["--compare", "0"], [], "--compare 0: there must be at least one step"),
-        (["--compare", "2", "--plan"], [], "--compare starts every process itself"),
-        (["--compare", "2", "--against", "full_iteration"], [], "full_iteration is unknown"),
+        (["--compare", "0"], [], "--compare N trains N >= 1 steps"),
+        (["--compare", "2", "--plan"], [], "Leave --plan, torchrun and srun out"),
         (["--against", "local"], [], "add --compare"),
         (["--json", "x.json"], [], "add --compare"),
         (["--compare", "2", "--json", "nowhere/x.json"], [], "the folder nowhere does not exist"),

@@ -1,0 +1,1 @@
+"""Adapters of chunk graphs to training frameworks."""
