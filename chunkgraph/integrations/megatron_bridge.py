@@ -37,13 +37,13 @@ class ChunkGraphsCallback(Callback):
         graphs: The graphs during training, otherwise None.
 
     Args:
-        captures_optimizer: Whether to capture the optimizer's step too, if a graph can hold it.
-        options: Options of `chunkgraph.megatron.attach`.
+        options: Options of `chunkgraph.megatron.attach`. With the scope ``auto`` the optimizer's
+            step is captured too, if a graph can hold it.
     """
 
-    def __init__(self, *, captures_optimizer: bool = True, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         self.graphs: MegatronChunkGraphs | None = None
-        self._captures_optimizer, self._options = captures_optimizer, options
+        self._options = options
         self._undo = ExitStack()
         for module in (train, evaluation):
             get = partial(self._late_bound, module.get_forward_backward_func)
@@ -73,7 +73,7 @@ class ChunkGraphsCallback(Callback):
             )
         self.graphs = attach(context.model, **self._options)
         self._undo.callback(self.graphs.detach)
-        if self._captures_optimizer:
+        if self._options.get("scope", "auto") == "auto":
             self.graphs.capture_optimizer(context.optimizer)
 
     def on_train_end(self, context: CallbackContext) -> None:  # noqa: ARG002

@@ -79,7 +79,7 @@ def test_a_schedule_fetched_before_the_first_event_runs_graphs(
     config = config_from_mapping(make_config())
     originals = bridge.train.get_forward_backward_func, bridge.eval.get_forward_backward_func
     expected = train(bridge, Trained(one_rank, config, None), Events(), None)
-    callback = ChunkGraphsCallback(captures_optimizer=False, scope="block")
+    callback = ChunkGraphsCallback(scope="block")
     assert bridge.train.get_forward_backward_func is not originals[0]
     counters: list[Any] = []
     end = callback.on_train_end
