@@ -49,15 +49,15 @@ def compare(launch: Launch, num_steps: int, against: Sequence[str], json_file: P
     """
     chunk, eager, *others = (_train(launch, name, num_steps) for name in (*_OWN, *against))
     again, runs = eager, [eager, chunk, *others]
+    console = Console(file=stream_next_to(json_file), highlight=False, markup=False)
+    headings = ("", "ms a step", "of eager", "reserved", "equal steps", "GPU waited", "capture")
+    console.print(table(headings, [_row(run, eager) for run in runs]))
     done = [run for run in runs if "error" not in run]
     if any(run["values"] != eager["values"] for run in done):
         again = _train(launch, "eager", num_steps)
     verdict = [_gain(eager, chunk), *(_equality(run, eager, again) for run in done[1:])]
     verdict += [f"{run['name']} failed: {run['error']}" for run in runs if "error" in run]
     verdict += [eager["hint"]] if eager["hint"] else []
-    console = Console(file=stream_next_to(json_file), highlight=False, markup=False)
-    headings = ("", "ms a step", "of eager", "reserved", "equal steps", "GPU waited", "capture")
-    console.print(table(headings, [_row(run, eager) for run in runs]))
     for line in verdict:
         console.print(line, soft_wrap=True)
     if json_file is not None:
