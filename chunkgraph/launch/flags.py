@@ -45,8 +45,6 @@ RECORD_VARIABLE = "CHUNKGRAPH_RECORD_STEPS"
 GRANULARITY = "--cuda-graph-granularity"
 SWITCH = "--chunkgraph"
 """The same as granularity ``chunk``, also where Megatron has graphs of that granularity."""
-_MEGATRONS = ("local", "transformer_engine")
-"""Values of ``--cuda-graph-impl`` with graphs of chunks, where Megatron has the granularity."""
 _WARMUP = "--cuda-graph-warmup-steps"
 _SEQS = "packing.max_packed_seqs"
 _BARE_SEQS = 50
@@ -132,7 +130,7 @@ def _values_of(args: argparse.Namespace) -> dict[str, Any]:
 def leaves_to_megatron(args: argparse.Namespace) -> bool:
     """Return whether the flags ask for Megatron's own graphs of chunks, in a tree that has them."""
     is_asked = args.cuda_graph_granularity == "chunk" and not args.chunkgraph
-    return is_asked and args.has_megatron_chunks and args.cuda_graph_impl in _MEGATRONS
+    return is_asked and args.has_megatron_chunks and args.cuda_graph_impl != "none"
 
 
 def read_flags(args: argparse.Namespace) -> GraphFlags | None:

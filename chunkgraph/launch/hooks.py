@@ -42,7 +42,7 @@ from chunkgraph.launch.patches import (
     pretrain_hooks,
     write_scalars,
 )
-from chunkgraph.launch.step_records import hint, mark
+from chunkgraph.launch.step_records import mark
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of, eager_driver
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.core.agreement import exchange_between
@@ -257,10 +257,10 @@ class ChunkGraphsInPretrain:
         if self._metrics is not None:
             self._metrics.step()
             if (step_ms := self._metrics.replayed_ms()) is not None:
-                _print_on_rank_0(
-                    f"chunk graphs: a replayed step takes {step_ms:.1f} ms; chunkgraph launch "
-                    f"--compare 20 compares with eager. {hint(pretrain_arguments())}".rstrip()
-                )
+                line = f"chunk graphs: a replayed step takes {step_ms:.1f} ms"
+                if not pretrain_arguments().cross_entropy_loss_fusion:
+                    line += "; --cross-entropy-loss-fusion saves passes over all logits"
+                _print_on_rank_0(line)
             write_scalars(self._metrics.scalars(), iteration)
         if self._steps is not None:
             self._announce_after(iteration, self._steps)

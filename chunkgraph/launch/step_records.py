@@ -35,36 +35,11 @@ def mark() -> torch.cuda.Event:
     return event
 
 
-class LateReplays(Observer):
-    """Measure how long the device waits for replays that the host launches late.
-
-    A replay is late if the device has finished the one before it in the same step.
-    """
-
-    def __init__(self) -> None:
-        self._last: torch.cuda.Event | None = None
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def before(self, *_: object) -> None:
-        """Mark the end of the wait for a late replay."""
-        if self._last is not None and self._last.query():
-            self._waits.append((self._last, mark()))
-
-    def after(self, *_: object) -> None:
-        """Mark the end of a replay."""
-        self._last = mark()
-
-    def end_step(self, *, has_failed: bool) -> None:  # noqa: ARG002
-        """Forget the step's last replay."""
-        self._last = None
-
-    def total_ms(self) -> float:
-        """Return the sum of the waits, all of which must be over."""
-        return sum(first.elapsed_time(last) for first, last in self._waits)
-
-
-class StepRecorder:
+class StepRecorder(Observer):
     """Train a few steps in Megatron's program, write what they took and gave, and end the run.
+
+    In the last steps it observes late replays, which the host launches when the device has finished
+    the one before in the same step, and how long the device waited for them.
 
     Args:
         hooks: The hooks of chunk graphs.
@@ -77,8 +52,10 @@ class StepRecorder:
         self, hooks: ChunkGraphsInPretrain, *, run: str, num_steps: int, folder: str
     ) -> None:
         self._hooks, self._run, self._num_steps = hooks, run, num_steps
-        self._folder, self._late = Path(folder), LateReplays()
+        self._folder = Path(folder)
         self._steps: list[tuple[Any, ...]] = []  # begin, end, losses, gradient norm
+        self._replayed: torch.cuda.Event | None = None
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._settle, hooks.parsed = hooks.parsed, self._parsed  # type: ignore[method-assign]
         self._train, self._get_args = private_names(_TRAINING, "train_step", "get_args")
         training = import_megatron(_TRAINING)
@@ -103,7 +80,7 @@ class StepRecorder:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         if self._hooks.graphs is not None and number == self._last - _NUM_TRACED + 1:
-            self._hooks.graphs.engine.observe(self._late)
+            self._hooks.graphs.engine.observe(self)
         begin = mark()
         result = self._train(*args, **kwargs)
         end, norm = mark(), result[5]
@@ -115,6 +92,19 @@ class StepRecorder:
             of_run = self._get_args()
             of_run.exit_interval = of_run.curr_iteration + 1
         return result
+
+    def before(self, *_: object) -> None:
+        """Mark the end of the wait for a late replay."""
+        if self._replayed is not None and self._replayed.query():
+            self._waits.append((self._replayed, mark()))
+
+    def after(self, *_: object) -> None:
+        """Mark the end of a replay."""
+        self._replayed = mark()
+
+    def end_step(self, *, has_failed: bool) -> None:  # noqa: ARG002
+        """Forget the step's last replay."""
+        self._replayed = None
 
     def _write(self) -> None:
         torch.cuda.synchronize()
@@ -129,15 +119,7 @@ class StepRecorder:
             ],
             "reserved_bytes": torch.cuda.max_memory_reserved(),
             "capture_ms": report.duration_ms if report else 0.0,
-            "late_ms": self._late.total_ms() / _NUM_TRACED,
-            "hint": hint(self._get_args()),
+            "late_ms": sum(one.elapsed_time(two) for one, two in self._waits) / _NUM_TRACED,
         }
         path = self._folder / f"rank{os.environ['RANK']}.json"
         path.write_text(json.dumps(record), encoding="utf-8")
-
-
-def hint(args: argparse.Namespace) -> str:
-    """Return a sentence about work of every step that a flag of Megatron saves; empty if none."""
-    if args.cross_entropy_loss_fusion:
-        return ""
-    return "Faster, with other rounding: --cross-entropy-loss-fusion reads the logits less often."

@@ -84,7 +84,7 @@ def test_a_normal_run_tells_what_a_step_takes(
     (told,) = [i for i, line in enumerate(lines) if "a replayed step takes" in line]
     assert re.search(r"iteration +21/", "".join(lines[:told]))
     assert not re.search(r"iteration +22/", "".join(lines[:told]))
-    assert "--cross-entropy-loss-fusion reads the logits less often" in lines[told]
+    assert "--cross-entropy-loss-fusion saves passes over all logits" in lines[told]
     took = float(lines[told].split(" takes ")[1].split()[0])
     logged = re.findall(r"elapsed time per iteration \(ms\): (\S+)", output)[1:21]
     assert min(map(float, logged)) <= took <= max(map(float, logged))
