@@ -1,1 +1,1 @@
-"""Adapters of chunk graphs to training frameworks."""
+"""Chunk graphs in other frameworks, which only these modules import."""

@@ -26,7 +26,7 @@ from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
 from chunkgraph.megatron.core.access import patch_attributes
 
 
-class ChunkGraphsCallback(Callback):
+class ChunkGraphsCallback(Callback):  # type: ignore[misc]
     """Attach chunk graphs when training starts, and detach them when it ends.
 
     Create it before ``pretrain()``, on every rank, for one training: Bridge's loop asks for the
