@@ -51,7 +51,8 @@ def test_a_reference_model_takes_no_memory_of_its_own(
     def cycles(options: dict[str, Any] | None) -> tuple[list[torch.Tensor], list[Trained]]:
         policy, results = Trained(one_rank, config, options), []
         optimizer = build_optimizer(config, policy.chunks)
-        step = None if options is None else policy.graphs.capture_optimizer(optimizer)
+        if options is not None:
+            policy.graphs.capture_optimizer(optimizer)
         shared = None if options is None else {**options, "shares_memory_with": policy.graphs}
         reference = Trained(one_rank, config, shared, seed=2)
         reference.chunks[0].requires_grad_(False)
