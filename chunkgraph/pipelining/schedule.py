@@ -26,7 +26,7 @@ from chunkgraph.errors import ChunkGraphError, ConfigError, ReplayMismatchError
 from chunkgraph.pipelining.data_parallel import refuse_too_few_steps
 from chunkgraph.pipelining.receives import ReceiveMemory
 from chunkgraph.pipelining.slots import ScheduleSlots, actions_of, slots_of
-from chunkgraph.pipelining.stage import GraphedLoss, StageReplays, graphed
+from chunkgraph.pipelining.stage import StageReplays, graphed
 from chunkgraph.schedules import Schedule
 from chunkgraph.slots import RankSchedule
 
@@ -49,7 +49,6 @@ class GraphedSchedule:
             latter become graphed ones.
         make: Function that creates the schedule of these stages for a number of microbatches.
         counts: The numbers of microbatches that steps may have.
-        loss: The `GraphedLoss`, if the schedules have it as their ``loss_fn``.
         options: See `CaptureOptions`.
         **settings: Further arguments of `ChunkGraphs`.
 
@@ -78,13 +77,11 @@ class GraphedSchedule:
         make: Callable[[int], Any],
         counts: Sequence[int] = (),
         *,
-        loss: GraphedLoss | None = None,
         options: CaptureOptions | None = None,
         **settings: Any,
     ) -> None:
         given = list(stages) if isinstance(stages, Sequence) else [stages]
         self._make = make
-        self._loss = loss
         self._is_training: bool | None = None
         self._kept: dict[int, Any] = {}  # schedules by count
         self.receive_memory = ReceiveMemory()
@@ -96,7 +93,7 @@ class GraphedSchedule:
             self._fitting = set(self._counts)
             self.slots = reduce(or_, map(self._plan, self._counts), ScheduleSlots())
             self._replays = [
-                StageReplays(stage, loss, self.receive_memory, is_split=self.slots.is_split)
+                StageReplays(stage, self.receive_memory, is_split=self.slots.is_split)
                 for stage in self._stages
             ]
             self.graphs = self._new_graphs(options, settings)
@@ -142,9 +139,6 @@ class GraphedSchedule:
         self._check_stages()
         self._check_slots(count)
         schedule = self._schedule(count, is_training=True)
-        if self._loss is not None:
-            targets = kwargs.get("target_mbs") or _split(kwargs.get("target"), count)
-            self._loss.begin_step(targets, kwargs.get("loss_kwargs") or {})
         with ExitStack() as stack:
             for own in self._replays:
                 stack.enter_context(own.step())
@@ -158,8 +152,8 @@ class GraphedSchedule:
     def eval(self, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
         """Run one evaluation step, for any count; see ``eval`` of torch's schedules.
 
-        With gradients disabled it replays forward graphs, after a first such step. With a
-        `GraphedLoss`, or stages in wrappers for data parallelism, it runs eagerly.
+        With gradients disabled it replays forward graphs, after a first such step. With stages in
+        wrappers for data parallelism it runs eagerly.
         """
         count = self._count(num_microbatches)
         schedule = self._schedule(count, is_training=False)
@@ -298,7 +292,7 @@ class GraphedSchedule:
             own.join(graphs, weights, index)
             stage.replays = own
             if not own.is_plain:
-                graphs.forward_only.why_not = "a loss or a wrapper belongs to the stage"
+                graphs.forward_only.why_not = "a wrapper belongs to the stage"
         return graphs
 
 
@@ -318,11 +312,6 @@ def _checked(counts: object) -> tuple[int, ...]:
 
 def _listed(counts: Sequence[int]) -> str:
     return ", ".join(map(str, counts[:-1])) + " or " * (len(counts) > 1) + str(counts[-1])
-
-
-def _split(target: torch.Tensor | None, count: int) -> Sequence[torch.Tensor]:
-    """Return the targets of the microbatches, as torch splits them."""
-    return () if target is None else torch.tensor_split(target, count)
 
 
 def _agree_in(group: dist.ProcessGroup | None) -> Maximum | None:

@@ -1,16 +1,15 @@
-"""`GraphedStage`: a stage of torch.distributed.pipelining that replays its module, and the loss."""
+"""`GraphedStage`: a stage of torch.distributed.pipelining that replays its module."""
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
@@ -70,7 +69,6 @@ class GraphedStage(PipelineStage):
         unused = [empty_on(META, info.buffer) for info in infos]
         try:
             if self.replays is not None:
-                self.replays.microbatch = fwd_chunk_id
                 for index, info in enumerate(infos):
                     info.buffer = self.replays.landed(index, info.buffer)
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
@@ -158,94 +156,34 @@ def graphed(stage: object) -> GraphedStage:
     return stage
 
 
-class GraphedLoss:
-    """Compute the loss of a training step within the last stage's graphs.
-
-    Pass it to the schedules as their ``loss_fn``, and to `GraphedSchedule`. In evaluation it calls
-    the loss function.
-
-    Args:
-        loss_fn: The loss function, called with the last stage's output, the microbatch's target and
-            ``loss_kwargs``. The graphs train the parameters of a module, and refuse changes of it.
-    """
-
-    def __init__(self, loss_fn: Callable[..., torch.Tensor]) -> None:
-        self.loss_fn = loss_fn
-        self._targets: Sequence[Any] = ()
-        self._kwargs: dict[str, Any] = {}
-        self._computed: tuple[Any, torch.Tensor] | None = None
-
-    def joined(self, module: nn.Module) -> nn.Module:
-        """Return the last stage's module and the loss as one module, to watch both for changes.
-
-        Parts of the stage keep their names; those of the loss begin with ``loss_fn``.
-        """
-        if not isinstance(self.loss_fn, nn.Module):
-            return module
-        both = nn.Module()
-        both._modules.update({"": module, "loss_fn": self.loss_fn})
-        return both
-
-    def begin_step(self, targets: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Set the targets of the microbatches and the loss function's keyword arguments."""
-        self._targets, self._kwargs, self._computed = targets, kwargs, None
-
-    def arguments_of(self, microbatch: int) -> tuple[Any, dict[str, Any]]:
-        """Return the target and the keyword arguments for the loss of a microbatch."""
-        return self._targets[microbatch], self._kwargs
-
-    def computed(self, output: Any, loss: torch.Tensor) -> None:
-        """Record the loss that was computed together with ``output``."""
-        self._computed = output, loss
-
-    def __call__(self, output: Any, target: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the loss that was computed with this output, or compute it."""
-        computed, self._computed = self._computed, None
-        if computed is not None and computed[0] is output:
-            return computed[1]
-        return self.loss_fn(output, target, **kwargs)
-
-
 class StageReplays:
     """Turn the calls of one stage into those of a chunk.
 
     Args:
         stage: The rank's stage.
-        loss: The loss to compute with the last stage's output, if the graphs include it.
         memory: Memory of the rank's receives in replayed steps.
         is_split: Whether the schedule splits backwards.
 
     Attributes:
         chunk: The captured chunk.
-        microbatch: Number of the microbatch whose forward runs.
         is_wrapped: Whether the module is in ``DistributedDataParallel``.
         is_plain: Whether the chunk is the module alone.
     """
 
-    def __init__(
-        self,
-        stage: GraphedStage,
-        loss: GraphedLoss | None,
-        memory: ReceiveMemory,
-        *,
-        is_split: bool,
-    ) -> None:
+    def __init__(self, stage: GraphedStage, memory: ReceiveMemory, *, is_split: bool) -> None:
         self._stage = stage
         self._memory = memory
-        self._loss = loss if stage.is_last else None
         wrapper = stage.submod
         self.is_wrapped = isinstance(wrapper, DistributedDataParallel)
         self._sharded = wrapper if isinstance(wrapper, FSDPModule) else None
         self._graphs: ChunkGraphs | None = None
         self._index = 0
-        self.microbatch = 0
         label = f"stage {stage.stage_index}"
         self._module = unwrapped(wrapper, label)
-        self.is_plain = self._loss is None and not self.is_wrapped and self._sharded is None
-        watched = self._module if self._loss is None else self._loss.joined(self._module)
+        self.is_plain = not self.is_wrapped and self._sharded is None
         self.chunk = replace(
-            Chunk.from_module(watched, label, program=SPLIT if is_split else None),
-            forward=self._module if self.is_plain else self._run,
+            Chunk.from_module(self._module, label, program=SPLIT if is_split else None),
+            forward=self._module if self.is_plain else self._call,
             # When an output's gradient arrives, the next stage has received the output, and the
             # slot is not reused earlier. Outputs of the last stage belong to the caller.
             copies_outputs=None if stage.is_last else lambda *_args, **_kwargs: False,
@@ -329,22 +267,10 @@ class StageReplays:
         """Run the forward of a microbatch in a training step."""
         assert self._graphs is not None
         self.hold_parameters()
-        if self._loss is None:
-            return self._graphs.call(self._index, args, kwargs)
-        target, loss_kwargs = self._loss.arguments_of(self.microbatch)
-        output, loss = self._graphs.call(self._index, (*args, target, loss_kwargs), kwargs)
-        self._loss.computed(output, loss)
-        return output
+        return self._graphs.call(self._index, args, kwargs)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, or in an eager step its wrapper, and compute the loss."""
-        if self._loss is None:
-            return self._call(args, kwargs)
-        *inputs, target, loss_kwargs = args
-        output = self._call(tuple(inputs), kwargs)
-        return output, self._loss.loss_fn(output, target, **loss_kwargs)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, or in an eager step its wrapper."""
         assert self._graphs is not None
         wrapper: Any = self._stage.submod
         if self._graphs.mode is StepMode.EAGER:
