@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,8 +26,9 @@ from chunkgraph.pipelining.data_parallel import (
     reshard,
     unwrapped,
 )
-from chunkgraph.pipelining.receives import META, ReceiveMemory, allocate, empty_on, free
 
+_META = torch.device("meta")
+"""Where torch before 2.15 has a receive buffer that is not in use; torch 2.15 has None there."""
 _OVERRIDDEN = ("forward_one_chunk", "forward_maybe_with_nosync", "backward_maybe_with_nosync")
 
 
@@ -35,7 +36,9 @@ class GraphedStage(PipelineStage):
     """A `PipelineStage` that a `GraphedSchedule` captures; it takes the same arguments.
 
     Without a `GraphedSchedule` it behaves like a `PipelineStage`, and training warns of that once.
-    Evaluation and torch's shape inference call the module.
+    Evaluation and torch's shape inference call the module. Receive buffers exist from a receive to
+    its use. Torch before 2.15 keeps a buffer for every microbatch, and on it the input gradient of
+    the last step.
 
     Attributes:
         replays: The calls of the module's graphs in training steps; None without a
@@ -46,13 +49,13 @@ class GraphedStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Return the receives of a microbatch's inputs."""
-        allocate(self.args_recv_info[fwd_chunk_id], self.new_buffer)
+        _allocate(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         """Return the receives of a microbatch's output gradients."""
         if self.has_backward:
-            allocate(self.grad_recv_info[bwd_chunk_id], self.new_buffer)
+            _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def set_local_bwd_input(
@@ -60,13 +63,13 @@ class GraphedStage(PipelineStage):
     ) -> None:
         """Take a microbatch's output gradients from the next stage, which is on this rank."""
         if any(grad is None for grad in next_stage_bwd_outputs):
-            allocate(self.grad_recv_info[mb_index], self.new_buffer)  # torch sets them to zero
+            _allocate(self.grad_recv_info[mb_index], self.device)  # torch sets them to zero
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a microbatch, which takes its inputs from the buffers."""
         infos: Sequence[Any] = () if self.is_first else self.args_recv_info[fwd_chunk_id]
-        unused = [empty_on(META, info.buffer) for info in infos]
+        unused = [_empty_on(_META, info.buffer) for info in infos]
         try:
             if self.replays is not None:
                 for index, info in enumerate(infos):
@@ -80,18 +83,13 @@ class GraphedStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the backward of a microbatch, which takes its output gradients from the buffers."""
         result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        free(self.grad_recv_info.get(bwd_chunk_id, ()))
+        _free(self.grad_recv_info.get(bwd_chunk_id, ()))
         return result
-
-    def new_buffer(self, unused: torch.Tensor) -> torch.Tensor:
-        """Return memory for a receive, in a replayed step that of an earlier receive."""
-        reused = None if self.replays is None else self.replays.new_buffer(unused)
-        return empty_on(self.device, unused) if reused is None else reused
 
     def free_buffers(self) -> None:
         """Drop all buffers: torch allocates those of a new schedule before its first step."""
         for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
-            free(infos)
+            _free(infos)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, or its graphs in a training step.
@@ -161,7 +159,6 @@ class StageReplays:
 
     Args:
         stage: The rank's stage.
-        memory: Memory of the rank's receives in replayed steps.
         is_split: Whether the schedule splits backwards.
 
     Attributes:
@@ -170,9 +167,8 @@ class StageReplays:
         is_plain: Whether the chunk is the module alone.
     """
 
-    def __init__(self, stage: GraphedStage, memory: ReceiveMemory, *, is_split: bool) -> None:
+    def __init__(self, stage: GraphedStage, *, is_split: bool) -> None:
         self._stage = stage
-        self._memory = memory
         wrapper = stage.submod
         self.is_wrapped = isinstance(wrapper, DistributedDataParallel)
         self._sharded = wrapper if isinstance(wrapper, FSDPModule) else None
@@ -224,31 +220,15 @@ class StageReplays:
         self._stage.clear_runtime_states()
         if self._sharded is not None:
             gather(self._sharded)
-        try:
-            yield
-        except BaseException:
-            self._memory.clear()  # receives may not have ended
-            raise
+        yield
         if self._sharded is not None:
             reshard(self._sharded)
         self._stage.free_buffers()
-        self._memory.leave_used()
 
     def hold_parameters(self) -> None:
         """Point the module at the captured parameters, where torch has replaced them meanwhile."""
         if self._sharded is not None and self.is_replayed:
             hold_gathered(self._sharded)
-
-    def new_buffer(self, unused: torch.Tensor) -> torch.Tensor | None:
-        """Return memory for a receive like an unused buffer; None in an eager step.
-
-        In a replay only copies into slots read a buffer, on the stream of the receives. An eager
-        step keeps buffers for its backwards, and user code may read them on other streams.
-        """
-        if self.is_replayed:
-            return self._memory.empty_like(unused, self._stage.device)
-        self._memory.clear()
-        return None
 
     def landed(self, index: int, received: torch.Tensor) -> torch.Tensor:
         """Copy a received input to where the next forward reads it.
@@ -284,3 +264,24 @@ class StageReplays:
 
 def _is_runner(function: object) -> bool:
     return isinstance(getattr(function, "__self__", None), WeightBackwards)
+
+
+def _allocate(infos: Iterable[Any], device: torch.device) -> None:
+    """Allocate the buffers that are not in use."""
+    for info in infos:
+        buffer = getattr(info, "buffer", None)  # the first stage's inputs have none
+        if buffer is not None and buffer.is_meta:
+            info.buffer = _empty_on(device, buffer)
+
+
+def _free(infos: Iterable[Any]) -> None:
+    """Drop the buffers; their users keep them."""
+    for info in infos:
+        buffer = getattr(info, "buffer", None)
+        if buffer is not None and not buffer.is_meta:
+            info.buffer = _empty_on(_META, buffer)
+
+
+def _empty_on(device: torch.device, buffer: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialized tensor like ``buffer`` on another device."""
+    return torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)
