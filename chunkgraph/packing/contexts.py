@@ -160,7 +160,7 @@ def schedule_contexts(
     Raises:
         PackingError: there is no document, or one fits no group.
     """
-    tokens = [int(length) for length in check_lengths(lengths, "the global batch")]
+    tokens = [int(length) for length in check_lengths(lengths)]
     for place, length in enumerate(tokens):
         if limits.smallest_size(length) is None:
             largest = limits.group_sizes[0]

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkgraph.errors import PackingError
-from chunkgraph.packing.offsets import Lengths, check_lengths, located
+from chunkgraph.packing.offsets import Lengths, check_lengths
 from chunkgraph.packing.shape import OverflowReason, PackedShape, overflow_reason
 
 _Value = TypeVar("_Value", bound=np.generic)
@@ -109,21 +109,20 @@ class PackedSequences:
         return rows
 
 
-def pack(lengths: Lengths, shape: PackedShape, *, where: str = "") -> PackedSequences:
+def pack(lengths: Lengths, shape: PackedShape) -> PackedSequences:
     """Lay out documents one after the other in a fixed shape.
 
     Args:
         lengths: tokens of each document, in the order of the layout.
         shape: the shape, which the documents must fit (`reason_not_to_fit`).
-        where: the place that a message names, such as ``"rank 3, microbatch 7"``.
 
     Raises:
         PackingError: there is no document, one has less than one token, or they do not fit.
     """
-    tokens = check_lengths(lengths, where)
+    tokens = check_lengths(lengths)
     reason = overflow_reason(tokens, shape)
     if reason is not None:
-        raise PackingError(_overflow_message(tokens, shape, reason, where))
+        raise PackingError(_overflow_message(tokens, shape, reason))
     rows = shape.padded_lengths(tokens)
     num_documents, num_rows = tokens.size, int(rows.sum())
     row_ends = np.cumsum(rows)
@@ -159,9 +158,7 @@ def pack(lengths: Lengths, shape: PackedShape, *, where: str = "") -> PackedSequ
     )
 
 
-def _overflow_message(
-    tokens: NDArray[np.int64], shape: PackedShape, reason: OverflowReason, where: str
-) -> str:
+def _overflow_message(tokens: NDArray[np.int64], shape: PackedShape, reason: OverflowReason) -> str:
     match reason:
         case OverflowReason.DOCUMENT_TOO_LONG:
             index = int(np.argmax(tokens))
@@ -175,6 +172,6 @@ def _overflow_message(
             rows = int(shape.padded_lengths(tokens).sum())
             detail = f"{rows} tokens with padding, of {shape.max_packed_tokens}"
     return (
-        f"{located(where)}the documents do not fit: {reason.value} ({detail}). Call "
+        f"the documents do not fit: {reason.value} ({detail}). Call "
         "reason_not_to_fit() first and run the step eagerly, or raise the limit."
     )
