@@ -126,13 +126,11 @@ class GraphedSchedule:
             The result of the schedule's ``step``.
 
         Raises:
-            ConfigError: The count is missing or invalid, or needs more slots than were planned, or
-                the stages belong to a later `GraphedSchedule`.
+            ConfigError: The count is missing or invalid, or needs more slots than were planned.
             ReplayMismatchError: A microbatch does not match the capture.
             CaptureError: A stage could not be captured.
         """
         count = self._count(num_microbatches)
-        self._check_stages()
         self._check_slots(count)
         schedule = self._schedule(count, is_training=True)
         with ExitStack() as stack:
@@ -175,16 +173,6 @@ class GraphedSchedule:
             )
         return num_microbatches
 
-    def _check_stages(self) -> None:
-        """Check that no later `GraphedSchedule` has captured the stages."""
-        for stage, own in zip(self._stages, self._replays, strict=True):
-            if stage.replays is not own:
-                raise ConfigError(
-                    f"Stage {stage.stage_index} belongs to a GraphedSchedule that was created "
-                    "later. Call the step of that one, or create other stages of the same modules "
-                    "for each."
-                )
-
     def _check_slots(self, count: int) -> None:
         """Check that the schedule for a count fits the slots."""
         if count in self._fitting:
@@ -213,13 +201,7 @@ class GraphedSchedule:
 
     def _new(self, count: int) -> Any:
         """Create the schedule for a count; check that it has that count and the captured stages."""
-        try:
-            schedule = self._make(count)
-        except (TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"make({count}) raised {type(error).__name__}: {error}. Let it return a schedule "
-                "of the rank's stages: torch's classes for several stages take a list of them."
-            ) from error
+        schedule = self._make(count)
         actual = getattr(schedule, "_n_microbatches", count)
         if schedule is None or actual != count:
             what = "None" if schedule is None else f"a schedule of {actual} microbatches"
@@ -248,7 +230,8 @@ class GraphedSchedule:
         self._is_training = is_training
         if count not in self._kept:
             self._kept[count] = self._new(count)
-        for stage in self._stages:
+        for stage, own in zip(self._stages, self._replays, strict=True):
+            own.take_stage()
             stage.chunks = max(self._kept)  # another schedule may have lowered it
         return self._kept[count]
 
@@ -284,9 +267,8 @@ class GraphedSchedule:
             **settings,
         )
         weights = WeightBackwards(graphs)
-        for index, (stage, own) in enumerate(zip(self._stages, self._replays, strict=True)):
+        for index, own in enumerate(self._replays):
             own.join(graphs, weights, index)
-            stage.replays = own
             if not own.is_plain:
                 graphs.forward_only.why_not = "a wrapper belongs to the stage"
         return graphs

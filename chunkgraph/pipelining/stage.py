@@ -189,16 +189,23 @@ class StageReplays:
         """Join a rank's graphs as chunk ``index``."""
         self._graphs, self._index = graphs, index
         builder: Any = self._stage.dw_builder
-        if isinstance(builder, functools.partial) and _is_runner(builder.func):
-            self._stage.dw_builder = None  # that of an earlier schedule
+        is_of_user = not (isinstance(builder, functools.partial) and _is_runner(builder.func))
         if self.chunk.program is SPLIT:
-            if self._stage.dw_builder is not None:
+            if builder is not None and is_of_user:
                 raise ConfigError(
                     f"{self.chunk.label} has a dw_builder. Leave it out: the weight gradients of a "
                     "captured stage have their own graph. A module that delays them itself (with "
                     "a method backward_dw) needs none."
                 )
-            self._stage.dw_builder = functools.partial(weights.runner, index)
+            builder = functools.partial(weights.runner, index)
+        elif not is_of_user:
+            builder = None  # that of an earlier schedule
+        self._builder = builder
+        self.take_stage()
+
+    def take_stage(self) -> None:
+        """Take the stage, whose last step another `GraphedSchedule` may have run."""
+        self._stage.replays, self._stage.dw_builder = self, self._builder
 
     @property
     def is_replayed(self) -> bool:
