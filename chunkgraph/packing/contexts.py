@@ -56,8 +56,6 @@ class ContextLimits:
                 f"sizes: a group of {max(self.sizes)} is larger than the world of "
                 f"{self.world_size} ranks."
             )
-        if self.multiple_of < 1:
-            raise PackingError(f"multiple_of is {self.multiple_of}; it must be at least 1.")
         for size in self.group_sizes:
             self.shape(size)
 

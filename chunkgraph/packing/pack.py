@@ -60,13 +60,12 @@ class PackedSequences:
     """T, the most rows of any sequence of this shape."""
     num_documents: int
 
-    def place(self, values: NDArray[_Value], fill: object = 0) -> NDArray[_Value]:
-        """Return the values of tokens in the tokens' rows.
+    def place(self, values: NDArray[_Value]) -> NDArray[_Value]:
+        """Return the values of tokens in the tokens' rows, and 0 in padding rows.
 
         Args:
             values: a value for each token, without padding, [num_valid_tokens, ...], for example
                 tokens, labels or a loss mask.
-            fill: the value of padding rows.
 
         Returns:
             A new array, [T, ...], of the same dtype.
@@ -78,7 +77,7 @@ class PackedSequences:
             raise PackingError(
                 f"{len(values)} values for documents of {self.num_valid_tokens} tokens."
             )
-        rows = np.full((self.shape.max_packed_tokens, *values.shape[1:]), fill, dtype=values.dtype)
+        rows = np.zeros((self.shape.max_packed_tokens, *values.shape[1:]), dtype=values.dtype)
         rows[~self.padding_mask] = values
         return rows
 

@@ -77,9 +77,9 @@ def test_values_go_to_their_documents_rows(drawn):
     lengths, shape = drawn
     packed = pack(lengths, shape)
     values = np.concatenate([100 * i + np.arange(n) for i, n in enumerate(lengths)])
-    rows = packed.place(values, fill=-1)
+    rows = packed.place(values)
     assert rows.dtype == values.dtype
-    expected = np.where(packed.padding_mask, -1, 100 * packed.seq_idx + packed.position_ids)
+    expected = np.where(packed.padding_mask, 0, 100 * packed.seq_idx + packed.position_ids)
     assert rows.tolist() == expected.tolist()
     assert packed.place(np.ones((sum(lengths), 3), dtype=np.float32)).shape == (len(rows), 3)
     with pytest.raises(PackingError, match="values for documents of"):

@@ -72,8 +72,6 @@ class PackedBanks:
         self.shapes = tuple(
             sorted(shapes, key=lambda s: (-s.context_parallel_size, -s.max_packed_tokens))
         )
-        if len(set(self.shapes)) != len(shapes) or not shapes:
-            raise ValueError(f"banks must have different shapes, got {list(shapes)}")
         most = self.largest_shape.max_packed_seqs
         for count in seq_buckets:
             if isinstance(count, bool) or not isinstance(count, int) or not 2 <= count < most:
