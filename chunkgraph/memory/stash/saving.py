@@ -231,10 +231,7 @@ class _Choice:
     """Choose the saved tensors that consist of rows of the scope."""
 
     def __init__(
-        self,
-        rows: RowsInUse,
-        parameters: Collection[torch.Tensor],
-        page_bytes: int,
+        self, rows: RowsInUse, parameters: Collection[torch.Tensor], page_bytes: int
     ) -> None:
         self._rows = rows
         self._page_bytes = page_bytes
