@@ -89,7 +89,7 @@ class SlotMachine:
             owner = "the rank" if len(self._free) < len(self._set_of) else f"chunk {chunk}"
             raise self._error(
                 f"forward chunk {chunk} microbatch {microbatch}",
-                f"all {self._num_slots[chunk]} slots of {owner} are in use",
+                f"{owner} has no free slot; {self._num_slots[chunk]} in use",
                 "plan the slots for the schedule that actually runs (chunkgraph plan), or check "
                 "that every forward is followed by its backward",
             )

@@ -43,7 +43,8 @@ def test_unsupported_settings_are_refused_by_name(
     chunks: list[nn.Module], name: str, value: object
 ) -> None:
     setattr(chunks[0].config, name, value)
-    with pytest.raises(ConfigError, match=rf"{name}={value!r}"):
+    instead = ".*use max_slot_memory" if "offloading" in name else ""
+    with pytest.raises(ConfigError, match=rf"{name}={value!r}{instead}"):
         attach(chunks)
     assert "forward" not in block_of(chunks).__dict__
 
