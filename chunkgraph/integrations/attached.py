@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions
+from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
 from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.site import config_of
@@ -16,6 +17,7 @@ from chunkgraph.packing import PackedShape
 
 Keywords = dict[str, Any]
 """Keywords of a forward-backward function."""
+Packing = PackedShape | PackingOptions
 
 
 class AttachedModels:
@@ -41,51 +43,61 @@ class AttachedModels:
         self,
         framework: Any,
         with_packings: Callable[[Keywords], Keywords],
-        packing: PackedShape | PackingOptions,
+        packing: Packing,
         options: CaptureOptions | None,
     ) -> None:
         if options is None:
             options = CaptureOptions(on_moved_memory="recapture", can_sleep=True)
-        self._options, self._packing, self._with_packings = options, packing, with_packings
-        self._schedules: dict[nn.Module, Callable[..., Any]] = {}
+        self._attach = functools.partial(attach, packing=packing, options=options)
+        self._with_packings = with_packings
         self._get_schedule = framework.get_forward_backward_func
+        self._schedules: dict[nn.Module, Callable[..., Any]] = {}
         self.graphs: dict[nn.Module, MegatronChunkGraphs] = {}
         framework.get_forward_backward_func = lambda: self.run
 
     def run(self, **keywords: Any) -> Any:
         """Run one step with graphs, which wake if they sleep; see Megatron's schedules."""
-        chunks = _chunks(keywords["model"])
-        if chunks[0] not in self.graphs:
-            for chunk in chunks:  # else stages fail in steps that do not fit
+        model = keywords["model"]
+        chunks = [model] if isinstance(model, nn.Module) else [*model]
+        first = chunks[0]
+        if first not in self.graphs:
+            for chunk in chunks:  # stages exchange the shapes of steps that do not fit
                 config_of(chunk).variable_seq_lengths = True
-            graphs = attach(chunks, packing=self._packing, options=self._options)
-            self.graphs[chunks[0]] = graphs
-            self._schedules[chunks[0]] = graphs.wrap_forward_backward(self._get_schedule())
-        self.graphs[chunks[0]].wake()
-        return self._schedules[chunks[0]](**self._with_packings(keywords))
+            self.graphs[first] = graphs = self._attach(chunks)
+            self._schedules[first] = graphs.wrap_forward_backward(self._get_schedule())
+        self.graphs[first].wake()
+        return self._schedules[first](**self._with_packings(keywords))
 
-    def sleep(self, model: nn.Module | Sequence[nn.Module] | None = None) -> None:
-        """Give the memory of graphs back until the next step.
-
-        Args:
-            model: The model whose graphs sleep; None for all.
-        """
-        first = None if model is None else _chunks(model)[0]
+    def sleep(self, first: nn.Module | None = None) -> None:
+        """Give the memory of graphs back until their next step; those of a first chunk, or all."""
         for chunk, graphs in self.graphs.items():
             if first in (None, chunk) and graphs.engine.backend.can_sleep:
                 graphs.sleep()
 
 
-def call_before(kind: type, name: str, action: Callable[..., None]) -> None:
-    """Replace a method of a class by one that calls ``action`` first, with the same arguments."""
-    method = getattr(kind, name)
+def call_before(owner: Any, name: str, action: Callable[..., None]) -> None:
+    """Replace a method by one that calls ``action`` first, with the same arguments."""
+    method = getattr(owner, name)
 
     @functools.wraps(method)
     def with_action(*args: Any, **kwargs: Any) -> Any:
         action(*args, **kwargs)
         return method(*args, **kwargs)
 
-    setattr(kind, name, with_action)
+    setattr(owner, name, with_action)
+
+
+def refuse(framework: str, settings: dict[str, bool]) -> None:
+    """Refuse the settings of a framework that are present.
+
+    Raises:
+        ConfigError: One is.
+    """
+    if present := [name for name, is_present in settings.items() if is_present]:
+        raise ConfigError(
+            f"Chunk graphs in {framework} cannot run with {', '.join(present)}. Change these "
+            "settings, or leave install() out."
+        )
 
 
 def drawn(keywords: Keywords) -> tuple[list[Any], Keywords]:
@@ -95,7 +107,3 @@ def drawn(keywords: Keywords) -> tuple[list[Any], Keywords]:
     of_chunks = [[next(one) for _ in range(count)] for one in (data if is_list else [data])]
     again: Any = [iter(batches) for batches in of_chunks]
     return of_chunks[0], {**keywords, "data_iterator": again if is_list else again[0]}
-
-
-def _chunks(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    return [model] if isinstance(model, nn.Module) else [*model]

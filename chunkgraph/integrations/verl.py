@@ -1,76 +1,60 @@
-"""Chunk graphs in verl's Megatron engine, for actors, critics and references.
-
-A module that verl imports in its workers, named by ``actor_rollout_ref.model.external_lib``::
-
-    from chunkgraph.integrations import verl
-    from chunkgraph.megatron import PackingOptions
-    from chunkgraph.packing import PackedShape
-
-    verl.install(PackingOptions(PackedShape(64, 8192), buckets=[0.25, 0.5]))
-"""
+"""Chunk graphs in verl's Megatron engine, for actors, critics and references; see docs/rl.md."""
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from chunkgraph.errors import ConfigError
-from chunkgraph.integrations.attached import AttachedModels, Keywords, call_before, drawn
+from chunkgraph.engine import CaptureOptions
+from chunkgraph.integrations.attached import (
+    AttachedModels,
+    Keywords,
+    Packing,
+    call_before,
+    drawn,
+    refuse,
+)
 from chunkgraph.megatron.site import config_of
 
-if TYPE_CHECKING:
-    from chunkgraph.engine import CaptureOptions
-    from chunkgraph.megatron.features.packing.bank import PackingOptions
-    from chunkgraph.packing import PackedShape
 
-_ENGINE = "verl.workers.engine.megatron.transformer_impl"
-_PACKING = "verl.models.mcore.util"
-
-
-def install(
-    packing: PackedShape | PackingOptions, options: CaptureOptions | None = None
-) -> AttachedModels:
+def install(packing: Packing, options: CaptureOptions | None = None) -> AttachedModels:
     """Let every Megatron engine of this process replay graphs, which sleep between its contexts.
 
     Args:
         packing: See `attach`. Rows hold ``max_token_len_per_gpu`` times the context-parallel size,
             and the padding of sequences.
         options: See `AttachedModels`.
-
-    Returns:
-        The graphs of each engine, by the first chunk of its ``module``.
     """
-    engine = import_module(_ENGINE)
+    engine = import_module("verl.workers.engine.megatron.transformer_impl")
     models = AttachedModels(engine, _with_packings, packing, options)
 
     def sleep(self: Any, device: str, *_: Any, **__: Any) -> None:
         if device == "cpu" and hasattr(self, "module"):
-            models.sleep(self.module)
+            models.sleep(self.module[0])
 
     call_before(engine.MegatronEngine, "to", sleep)  # when a context ends, and after a refit
     return models
 
 
 def _with_packings(keywords: Keywords) -> Keywords:
-    """Pack sequences as the forward step will.
-
-    Raises:
-        ConfigError: The engine does not pack sequences, or sizes of context parallelism change.
-    """
+    """Pack sequences as the forward step will; refuse what no graph can hold."""
     engine = keywords["forward_step_func"].func.__self__
-    settings, config = engine.engine_config, config_of(engine.module[0])
-    if not settings.use_remove_padding or getattr(settings, "dynamic_context_parallel", False):
-        raise ConfigError(
-            "Chunk graphs in verl need packed sequences of one context-parallel size. Set "
-            "use_remove_padding=True and dynamic_context_parallel=False, or leave install() out."
-        )
-    options = {"use_fp8_padding": config.fp8 in ("e4m3", "hybrid")}
-    if getattr(settings, "pad_to_length", False):
+    settings, fp8 = engine.engine_config, config_of(engine.module[0]).fp8
+    is_on = partial(getattr, settings)
+    refuse(
+        "verl",
+        {
+            "use_remove_padding=False": not settings.use_remove_padding,
+            "dynamic_context_parallel": is_on("dynamic_context_parallel", False),
+            "use_fused_kernels": is_on("use_fused_kernels", False),
+            "router_replay": engine.enable_routing_replay,
+        },
+    )
+    options = {"use_fp8_padding": fp8 in ("e4m3", "hybrid")}
+    if is_on("pad_to_length", False):
         options["pad_to_length_bucket"] = settings.pad_to_length_bucket
-    pack = import_module(_PACKING).preprocess_thd_engine
+    pack = import_module("verl.models.mcore.util").preprocess_thd_engine
     batches, keywords = drawn(keywords)
-    packings = []
-    for batch in batches:
-        _, params, _ = pack(batch["input_ids"], pre_process=False, **options)
-        packings.append(params.cu_seqlens_q.diff().tolist())
-    return {**keywords, "packings": packings}
+    params = [pack(batch["input_ids"], pre_process=False, **options)[1] for batch in batches]
+    return {**keywords, "packings": [p.cu_seqlens_q.diff().tolist() for p in params]}
