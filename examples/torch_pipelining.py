@@ -1,12 +1,13 @@
 """Train through torch's 1F1B schedule with captured stages.
 
-    torchrun --nproc-per-node 2 examples/torch_pipelining.py
+    torchrun --nproc-per-node 2 examples/torch_pipelining.py [--lora]
 
 Runs on GPUs, and without them on CPUs. Compares losses with those of the same steps without graphs.
 """
 
 import copy
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,10 @@ rank, num_ranks = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(rank)
 module = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()).to(device)
 loss_fn = nn.functional.mse_loss
+if "--lora" in sys.argv:  # frozen layers with adapters, added before the stage is made
+    from peft import LoraConfig, inject_adapter_in_model
+
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["1"], init_lora_weights=False), module)
 
 
 def train(step, model):

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 _HEADER = """\
 # Settings
 
-Every setting of a configuration file, as `chunkgraph config` prints it. A file holds only what
-differs from the defaults, and may extend another one (`extends: base.yaml`, relative to itself).
-Where a setting has a flag, `chunkgraph launch` takes it from the command line of a pretrain script,
-or gives it to the script from `--config`; flags in italics are Megatron's own.
+Every setting of a configuration file, as `chunkgraph config` prints it; the first value is the
+default. A file holds what differs, and may extend another (`extends: base.yaml`, relative to
+itself). `chunkgraph launch` takes a flag from the command line of a pretrain script, or gives it to
+the script from `--config`; flags in italics are Megatron's own.
 
-Overrides on a command line are `section.key=value`. `chunkgraph config CONFIG` prints what a
-configuration resolves to. `chunkgraph config --schema` prints a JSON schema, with which an editor
-completes and checks a file that begins with `# yaml-language-server: $schema=FILE`.
+Overrides on a command line are `section.key=value`. `chunkgraph config CONFIG` prints what a file
+resolves to, `chunkgraph config --schema` a JSON schema, with which an editor checks a file that
+begins with `# yaml-language-server: $schema=FILE`.
 """
-_COLUMNS = "| setting | default | flag | meaning |\n|---|---|---|---|"
+_COLUMNS = "setting | values | flag | meaning\n---|---|---|---"
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -80,18 +80,15 @@ def _page() -> str:
 
 
 def _row(item: Setting) -> str:
-    default = "required"
+    values = ["required"]
     if not item.field.is_required():
-        default = f"`{_inline(item.default)}`"
+        default = _inline(item.default)
+        others = (*item.choices, *["null"][: item.is_optional]) if item.choices else ()
+        values = [f"`{value}`" for value in dict.fromkeys((default, *others))]
     flag = f"`{item.flag}`" if item.flag else f"*`{item.megatron}`*" if item.megatron else ""
-    meaning = item.help
-    if item.choices:
-        values = [f"`{choice}`" for choice in (*item.choices, *["null"][: item.is_optional])]
-        meaning += f" One of {', '.join(values)}."
-    if item.switch:
-        meaning += f" Needs `{item.switch}`."
+    meaning = item.help + (f" Needs `{item.switch}`." if item.switch else "")
     meaning = meaning.replace("|", "\\|").replace("*", "\\*")
-    return f"| `{item.name}` | {default} | {flag} | {meaning} |"
+    return f"`{item.name}` | {', '.join(values)} | {flag} | {meaning}"
 
 
 def _inline(value: Any) -> str:

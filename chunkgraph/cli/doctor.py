@@ -50,8 +50,12 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand and return the exit code."""
     check_output("doctor: --json", args.json)
-    with Console(stderr=True).status("checking this machine"):
-        findings = [look() for look in (*_LOOKS, *(_LOOKS_WITH_TORCH if _version("torch") else ()))]
+    findings = []
+    with Console(stderr=True).status("checking") as status:
+        for look in (*_LOOKS, *(_LOOKS_WITH_TORCH if _version("torch") else ())):
+            # With a spinner the line is drawn at once, before imports take seconds.
+            status.update(f"checking {look.__name__.strip('_')}", spinner="dots")
+            findings.append(look())
     working = {finding.name for finding in findings if finding.state == "ok"}
     missing = {
         use: [name for name in needs if name not in working] for use, needs in _NEEDS.items()

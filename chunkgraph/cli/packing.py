@@ -31,7 +31,6 @@ from chunkgraph.packing import (
     sizes_of,
 )
 from chunkgraph.packing.offsets import MAX_TOKENS
-from chunkgraph.packing.recommend import recommended_seq_buckets
 from chunkgraph.packing.seq_counts import default_buckets_of_shape
 
 if TYPE_CHECKING:
@@ -161,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
             style="bold",
         )
         return 1
-    _print_recommendation(console, sizes, result.best)
+    _print_recommendation(console, result, target)
     padding = f"{_percent(result.best.padding_waste)} of the rows are padding"
     console.print(
         f"{_percent(result.best.fallback_share)} of the steps run eagerly, target "
@@ -266,7 +265,9 @@ def _percent(share: float | None) -> str:
     return "<0.01%" if 0 < share < 0.0001 else f"{share:.2%}"
 
 
-def _print_recommendation(console: Console, sizes: MicrobatchSizes, best: ShapeOutcome) -> None:
+def _print_recommendation(console: Console, result: Recommendation, target: float) -> None:
+    best = result.best
+    assert best is not None
     shape, plain, bucketed = best.shape, best.padding_waste, best.bucketed_waste
     values: dict[str, Sequence[float]] = {
         "max-packed-seqs": [shape.max_packed_seqs],
@@ -274,29 +275,26 @@ def _print_recommendation(console: Console, sizes: MicrobatchSizes, best: ShapeO
     }
     if plain is not None and bucketed is not None and bucketed <= plain - _WORTH:
         values["packed-buckets"] = _LENGTH_BUCKETS
-    captured = default_buckets_of_shape(shape, values.get("packed-buckets", ()))
-    if seq_buckets := recommended_seq_buckets(sizes, shape):
-        values["packed-seq-buckets"] = seq_buckets
     flags = " ".join(f"--cuda-graph-{name} {_words(n)}" for name, n in values.items())
-    keys = " ".join(map(_setting, values, values.values()))
-    console.print(f"Recommended for chunkgraph launch:\n  {flags}", style="bold", soft_wrap=True)
-    console.print(f"Recommended for chunkgraph train:\n  {keys}", style="bold", soft_wrap=True)
-    if seq_buckets == [0]:
-        console.print("Graphs for fewer sequences would hardly be used.")
-    elif captured and not seq_buckets:
-        console.print(f"Graphs for fewer sequences are captured by default: {_words(captured)}.")
+    console.print(f"Recommended:\n  {flags}", style="bold", soft_wrap=True)
+    fewest = min(
+        one.shape.max_packed_seqs
+        for one in result.outcomes
+        if one.shape.max_packed_tokens == shape.max_packed_tokens and one.fallback_share <= target
+    )
+    raised = ""
+    if fewest < shape.max_packed_seqs:
+        raised = f", and attention takes no longer for {shape.max_packed_seqs}"
+    console.print(
+        f"Reason: {fewest} sequences are the fewest that keep eager steps at or below "
+        f"{_percent(target)}{raised}. No other T pads 1% less."
+    )
+    if captured := default_buckets_of_shape(shape, values.get("packed-buckets", ())):
+        console.print(f"Graphs for fewer sequences are captured too: {_words(captured)}.")
 
 
 def _words(values: Iterable[float]) -> str:
     return " ".join(map(str, values))
-
-
-def _setting(name: str, values: Sequence[float]) -> str:
-    """Return a flag's setting, such as ``packing.seq_buckets=[32,64]``."""
-    if not name.endswith("buckets"):
-        return f"packing.{name.replace('-', '_')}={values[0]}"
-    items = "" if values == [0] else ",".join(map(str, values))
-    return f"packing.{name.removeprefix('packed-').replace('-', '_')}=[{items}]"
 
 
 def _check_picture(path: Path) -> None:
@@ -335,10 +333,12 @@ def _drawn(
         axes.plot([seqs], [100 * best.fallback_share], "ko", label=label)
     axes.axhline(100 * target, color="black", linestyle=":", label=f"target: {100 * target:.4g}%")
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_title(f"{len(sizes)} microbatches, {per_step} in a step", fontsize=10)
     axes.set_ylabel("steps that run eagerly, %")
     axes.set_xlabel("sequences N of a microbatch, including the dummy")
-    axes.legend(fontsize=8, frameon=False)
+    # Below the axes, no curve passes through it.
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     content = io.BytesIO()
     figure.savefig(content, dpi=150, format=args.plot.suffix.lower().removeprefix("."))
     return content.getvalue()

@@ -23,7 +23,7 @@ from chunkgraph.cli.plan_tables import (
     rows_of,
 )
 from chunkgraph.errors import ConfigError
-from chunkgraph.schedules import CostModel, draw_svg, list_schedules
+from chunkgraph.schedules import draw_svg, list_schedules
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = f"""\
 Plan the slots of every rank and draw the schedule. Slots and graphs hold for
 every legal number of microbatches; bubble ratio and picture are of one step.
-Times count in forwards; a backward takes two.
+Times count in forwards of all layers of a rank; a backward takes two.
 
   {EXAMPLE}
   chunkgraph plan configs/cpu/gpt_pp2_vpp2_cpu.yaml model.num_layers=16
@@ -150,9 +150,7 @@ def _compare(args: argparse.Namespace, request: Request) -> int:
         for one in compared:
             if (problem := too_large(one.request.shape())) is not None:
                 raise ConfigError(f"plan: --compare with --html: {problem}")
-            # In forwards of all layers of a rank, however many chunks they form.
-            costs = CostModel().scaled(1 / one.request.num_chunks)
-            grid = Grid.of(one.request.build(), costs)
+            grid = Grid.of(one.request.build())
             steps.append((grid, rows_of(one.request, grid)))
         write_output("plan: --html", args.html, as_html(steps, title=_title(request)))
     console = Console(file=stream_next_to(args.html), highlight=False, markup=False)

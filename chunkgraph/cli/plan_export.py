@@ -70,7 +70,8 @@ class Grid:
 
     @classmethod
     def of(cls, schedule: Schedule, costs: CostModel | None = None) -> Grid:
-        """Simulate a schedule; without costs, in forwards of a chunk."""
+        """Simulate a schedule; without costs, in forwards of all layers of a rank."""
+        costs = costs or CostModel().scaled(1 / schedule.num_chunks)
         return cls(simulation=simulate(schedule, costs), slots=assign_slots(schedule))
 
     def print(self, console: Console) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from chunkgraph._text import shown
 from chunkgraph.cli.plan_memory import omissions_of, sizes_of
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import (
@@ -141,6 +142,8 @@ def request_of(args: argparse.Namespace) -> Request:
         "a CONFIG; override the file's own setting instead, for example "
         "pipeline.pipeline_model_parallel_size=4",
     )
+    if args.config.endswith(".csv"):
+        raise ConfigError(f"plan: {shown(args.config)} is a schedule; write --schedule before it")
     from chunkgraph.settings import load_config
 
     return _from_config(args, load_config(args.config, args.overrides))

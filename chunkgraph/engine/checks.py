@@ -53,7 +53,7 @@ class ModelGuard:
         self.refuse_hooks(CaptureError)
 
     def take(self) -> None:
-        """Record the present state, at the end of a session."""
+        """Record the present state: for `refuse_hooks`, and at the end of a session."""
         modules = self._module.named_modules() if self._module is not None else ()
         self._layers = {path or "the chunk": layer for path, layer in modules}
         held, layers = self._held_now(), self._layers.values()
@@ -70,7 +70,7 @@ class ModelGuard:
         holders = [h for h in holders if not self._caches & h.keys()]
         # A new buffer changes nothing that a graph computes.
         self._empty = [h for own in map(vars, layers) for h in _HOLDERS(own)[:2] if not h]
-        # Views, of what is there later. One value more or less meets the end of the other side.
+        # Views show later entries too. A different number of them meets `_END` of the other side.
         self._values = [*(h.values() for h in holders if h), [_END]]
         self._objects = [*chain.from_iterable(self._values)]
         self._owners, self._keys = settings_of(layers)

@@ -60,7 +60,8 @@ class Chunk:
             slot's own memory, valid until the next replay of any backward.
         copies_outputs: called with the arguments of the captured call; returns whether the caller
             may still use the result when the slot's next forward runs. True: the caller gets a
-            copy. False: the caller gets the slot's own memory. None: always copy.
+            copy. False: the caller gets the slot's own memory, and must not write it, since the
+            backward may read it. None: always copy.
         check_sample: called with the arguments of a call before graphs are captured from it. It
             raises if graphs must not hold a value among them, and may read the device.
         caches: names of buffers that an eager call may replace by larger ones with the same

@@ -16,9 +16,9 @@ the step, and none may wait for an answer that no rank sends. So:
   their number, so only some of the ranks may announce a step;
 * a question sent early carries the announcement. If the inputs of the step contradict it, the rank
   raises before anything runs, so no rank silently departs from the agreement;
-* each question carries a digest of everything that must be equal on all ranks (whether the step
-  trains, its shapes, whether graphs exist). If the digests differ, a rank asked early about another
-  step than the one that began; all ranks see this and ask once more, together;
+* each question carries a digest of what an answer depends on (whether the step trains, its shapes,
+  the rank's state). If the digests differ, a rank asked early about another step than the one that
+  began, or the ranks' states differ; all ranks see this and ask once more, together;
 * all ranks together can withdraw announcements, including ranks that announced nothing. The digest
   counts the withdrawals, so no answer to an earlier question is used.
 """
@@ -106,7 +106,7 @@ class StepDecider:
         if misfit is not None or digest:
             self._require_misfits()
         if not self._takes_misfits:
-            return replace(step, plan=replace(step.plan, misfit="", digest=0))
+            return replace(step, plan=replace(step.plan, misfit=""))
         if self._announced is None:
             if misfit is None:
                 raise SlotError(
@@ -182,6 +182,7 @@ class StepDecider:
         equal = self._is_training, self._usual_shape_key, step.eager, own, has_graphs
         digest = zlib.crc32(repr((*equal, self._num_withdrawn)).encode())
         plan = step.plan.digest
+        # The ranks take the largest of each; x and -x together tell whether all x are equal.
         return [int(reason), int(not has_graphs), plan, -plan, digest, -digest]
 
     def _require_misfits(self) -> None:

@@ -189,7 +189,10 @@ class ChunkGraphs:
         self._of_capture: tuple[Observer, ...] = ()
 
     def _for_forwards(self, chunks: Sequence[Chunk], counters: Counters) -> ChunkGraphs:
-        """Return an engine for forward-only steps of one kind; see `ForwardOnlySteps`."""
+        """Return an engine for forward-only steps of one kind; see `ForwardOnlySteps`.
+
+        It shares this one's agreement, observers and idle pools.
+        """
         graphs = copy(self)
         graphs.chunks, graphs._num_slots = tuple(chunks), (1,) * len(chunks)
         graphs.options = replace(
@@ -197,9 +200,8 @@ class ChunkGraphs:
         )
         graphs.counters, graphs._is_training, graphs._limit = counters, False, None
         graphs._is_replaced = lambda: False
-        state = graphs._state
         graphs._decider = StepDecider(
-            self._agreement, state, takes_misfits=True, is_training=False, asks_ahead=False
+            self._agreement, graphs._state, takes_misfits=True, is_training=False, asks_ahead=False
         )
         graphs._begin()
         return graphs
@@ -276,7 +278,7 @@ class ChunkGraphs:
         or runs eagerly; nothing in the step changes that.
 
         Args:
-            num_microbatches: microbatches of the step; only shown in errors.
+            num_microbatches: microbatches of the step. Banks and paged slots need it.
             forward_only: whether this is an evaluation step, in which calls without gradients
                 replay graphs of their own (`ForwardOnlySteps`); named as in Megatron. Training
                 steps replay chunks with the program `FORWARD_ONLY`.
@@ -375,7 +377,7 @@ class ChunkGraphs:
         if reason is EagerReason.MEMORY_REPLACED:
             self._release_replaced()
         if reason is EagerReason.NONE and some_without:
-            self.drop()
+            self.drop()  # sessions are joint: if some rank has no graphs, all capture
             if self._calls_again is None:
                 self._capture_together(self._samples.by_bank, self._samples.shape_key)
             else:
@@ -403,19 +405,15 @@ class ChunkGraphs:
             reason = EagerReason.CAPTURE_FAILED
         elif self._was_replaced:
             reason = EagerReason.MEMORY_REPLACED
-        elif has_graphs:
-            assert self._captured is not None
+        elif self._captured is not None or self._calls_again is not None:
             if shape_key != self._captured_shape_key:
                 reason = EagerReason.SHAPES_DIFFER
-            elif self._recaptures or not self._is_training:
+            elif self._captured is not None and (self._recaptures or not self._is_training):
                 changes = [c for model in self._captured.models if (c := model.change())]
                 if self._recaptures and any(c.endswith(MOVED) for c in changes):
                     has_graphs = False
                 elif changes and not self._is_training:
                     reason = EagerReason.MODEL_CHANGED
-        elif self._calls_again is not None:
-            if shape_key != self._captured_shape_key:
-                reason = EagerReason.SHAPES_DIFFER
         elif not self._samples.is_ready(shape_key):
             reason = EagerReason.RELEASED if self._was_released else EagerReason.CAPTURE_WARMUP
             reason = reason if self._is_training else EagerReason.FORWARD_ONLY

@@ -283,8 +283,8 @@ class GradientSinks:
     def cleared(self) -> Iterator[None]:
         """Let passes of this block add to cleared sinks; restore every ``main_grad`` on exit.
 
-        They are zero when a step begins. Others are kept on the host, since a session needs the
-        device's memory for graphs.
+        Sums that are not zero when a session begins are kept on the host, since the session needs
+        the device's memory for graphs.
         """
         main_grads = [s for s, has in zip(self._sinks, self._has_main_grad, strict=True) if has]
         kept = [(s, s.to("cpu", copy=True)) for s in main_grads] if _any_bit(main_grads) else []
@@ -307,7 +307,7 @@ class GradientSinks:
                     sink.fill_(-0.0)
 
     def interned(self, trained: tuple[int, ...]) -> tuple[int, ...]:
-        """Return one object for all equal tuples; `before_backward` compares by identity."""
+        """Return one object for all equal tuples; `bind_grads` compares by identity."""
         return self._trained.setdefault(trained, trained)
 
     def begin_step(self) -> None:
@@ -316,10 +316,10 @@ class GradientSinks:
         self._bound_for = self._first_grad = None
 
     def end_step(self) -> None:
-        """Return what `before_backward` has set aside."""
+        """Put back what `bind_grads` has set aside."""
         self._memory.return_shared()
 
-    def before_backward(self, trained: tuple[int, ...]) -> None:
+    def bind_grads(self, trained: tuple[int, ...]) -> None:
         """Bind ``param.grad`` to the sinks, before a replay adds to them.
 
         Args:

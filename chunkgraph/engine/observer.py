@@ -124,7 +124,7 @@ class Counters:
         missing_banks: eager steps with a microbatch of a bank without graphs, by bank and reason,
             or ``on another rank``.
         overflow_reruns: steps that ran again because a limit overflowed, by the name of the limit.
-        recaptures: the reason of each capture with more room.
+        recaptures: the reason of each capture that replaced graphs.
     """
 
     captures: int = 0

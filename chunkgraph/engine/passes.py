@@ -29,7 +29,7 @@ class Pass:
     Attributes:
         leaves: the leaves of the result, from `forward` to `backward`.
         spec: structure of the result.
-        grads: their memory, from `make_output_grads` on.
+        grads: the gradients of `outputs` that the backward begins with, once they are made.
     """
 
     def __init__(

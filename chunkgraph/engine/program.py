@@ -244,7 +244,7 @@ def finish_slot(
 ) -> None:
     """Set what the slot hands out, once all of its graphs are captured.
 
-    The results' memory in pools is free for later captures; replays alone write it.
+    Captures of other variants may use the memory of the results; the caller reads them before.
 
     Args:
         slot: the slot.

@@ -91,7 +91,7 @@ class Replayer:
         """Enclose one replayed step.
 
         Args:
-            num_microbatches: Number of microbatches; only shown in errors.
+            num_microbatches: Number of microbatches, if it is known; paged slots need it.
             observers: Follow the step if they observe it.
 
         Raises:
@@ -167,7 +167,7 @@ class Replayer:
             del self._received[slot]
         else:
             slot = self._acquire(c, key)
-        if slot.output_grads is None:
+        if slot.output_grads is None:  # the capture may have found that the chunk trains nothing
             return self._call_without_backward(slot, tensors)
         self._awaiting_grads[c].append(slot)
         leaves = map(tensors.__getitem__, slot.input_grads.positions)
@@ -284,7 +284,7 @@ class Replayer:
         self._note_pass(slot)
         _, action, *later = self._actions[c]
         if not later:  # else the last action adds the gradients
-            self._captured.sinks[c].before_backward(slot.trained)
+            self._captured.sinks[c].bind_grads(slot.trained)
         for observer in self._observers:
             observer.before(action, slot, grads)
         output_grads.load(grads)
@@ -335,7 +335,7 @@ class Replayer:
         index = self._machine.begin_last(c, turn)
         slot = self._awaiting_last.pop((c, index))
         assert self._captured is not None
-        self._captured.sinks[c].before_backward(slot.trained)
+        self._captured.sinks[c].bind_grads(slot.trained)
         action = self._actions[c][-1]
         for observer in self._observers:
             observer.before(action, slot, ())

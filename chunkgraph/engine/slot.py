@@ -20,7 +20,7 @@ from chunkgraph.graphs import AddressRanges, CopyNode, Graph, Pool
 
 @dataclass
 class SlotMemory:
-    """The memory of one slot in one bank.
+    """The memory of one slot, and what one bank keeps in it.
 
     Attributes:
         slot_id: identifies the slot on its rank; the same in all variants.

@@ -161,7 +161,8 @@ class Signature:
     """What a call must have in common with the captured one.
 
     That is the structure, the autocast setting, the tensors' shapes, layouts, dtypes and devices,
-    which arguments are one tensor, and the plain values. A tensor need not require grad.
+    which arguments are one tensor, and the plain values. A tensor need not require grad,
+    even if the captured one did.
 
     Args:
         call: the captured call.

@@ -47,9 +47,9 @@ _REFUSED = "--cuda-graph-granularity chunk does not support"
 _GRAPH_RULES = (
     Rule("rl_training_cuda_graphs: Megatron would capture the same layers again; leave it out"),
     Rule(
-        "optimizer_cuda_graph: --cuda-graph-optimizer false keeps the optimizer eager; leave one "
-        "of the two out",
-        lambda f: f.optimizer_cuda_graph and not f.captures_optimizer,
+        "optimizer_cuda_graph scope: use {scope=auto}, which captures the optimizer's step, or "
+        "leave the former out",
+        lambda f: f.optimizer_cuda_graph and f.scope != "auto",
     ),
     Rule("inference_cuda_graph_scope=: there is no inference in a chunk graph"),
 )
@@ -318,7 +318,6 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
     modules = getattr(args, "recompute_modules", None)
     values = {
         **flags.packing.model_dump(),
-        "captures_optimizer": flags.capture.optimizer,
         "context_parallel_sizes": sizes,
         "cuda_graph_impl": implementation,
         "data_parallel_size": _num_copies(args),

@@ -114,7 +114,7 @@ def _values_of(args: argparse.Namespace) -> dict[str, Any]:
         if item.kind is bool:
             parsed = parsed == "true"
         elif item.is_list:
-            parsed = () if item.is_optional and parsed == [0] else tuple(parsed)
+            parsed = tuple(parsed)
         values[path] = parsed
     return values
 
@@ -353,6 +353,10 @@ _RULES = (
         "context_parallel_sizes: documents of a pretrain script are spread over ranks only with "
         "capture; use [], capture the chunks, or use chunkgraph train",
         lambda f: f.context_parallel_sizes and not f.captures,
+    ),
+    Rule(
+        f"seq_buckets: {_NO_FLAG}",
+        lambda f: bool(f.max_packed_seqs and f.captures) and f.seq_buckets is not None,
     ),
     Rule(f"initial_bytes: {_NO_FLAG}", lambda f: _holds(f, f.initial_bytes)),
     Rule(f"max_bytes: {_NO_FLAG}", lambda f: _holds(f, f.max_bytes)),

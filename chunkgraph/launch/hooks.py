@@ -152,7 +152,7 @@ class ChunkGraphsInPretrain:
             undo.callback(self._forget)
             if self.flags is not None:
                 self._attach(self.flags, model, chunks, undo)
-                if optimizer is not None and self.flags.capture.optimizer:
+                if optimizer is not None and self.flags.capture.captures_optimizer:
                     self._attach_optimizer(optimizer, undo)
             elif self._schedule != "auto":
                 self._driver = eager_driver(chunks, self._schedule)

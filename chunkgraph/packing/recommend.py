@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkgraph.packing.offsets import check_lengths
-from chunkgraph.packing.seq_counts import default_buckets_of_shape, num_launched
+from chunkgraph.packing.seq_counts import num_launched
 from chunkgraph.packing.shape import PackedShape
 
 _QUANTILES = (0.5, 0.9, 0.99)
@@ -22,14 +22,6 @@ _QUANTILES = (0.5, 0.9, 0.99)
 _TOKEN_PARTS = 32
 # A shape with this much more waste than the best is as good if it needs fewer sequences.
 _EQUAL_WASTE = 0.01
-_MOST_MICROBATCHES = 0.9
-"""Share of the microbatches that a smaller bucket has to serve to be worth its graphs."""
-# A smaller bucket is worth its graphs if it has at most 1 / 2 of the most sequences.
-_WORTHWHILE_RATIO = 2
-# A bucket that fewer than this share of the microbatches fit is not worth its graphs.
-_NEGLIGIBLE_SHARE = 0.01
-# In rows that are not short, this many sequences cost at most 1% of a layer more than the fewest.
-_CHEAP = 64
 _BLOCK = 1 << 16
 
 
@@ -286,22 +278,3 @@ def _best(outcomes: Iterable[ShapeOutcome]) -> ShapeOutcome | None:
         (outcome for waste, outcome in usable if waste <= least + _EQUAL_WASTE),
         key=lambda o: (o.shape.max_packed_seqs, o.shape.max_packed_tokens),
     )
-
-
-def recommended_seq_buckets(sizes: MicrobatchSizes, shape: PackedShape) -> list[int]:
-    """Return the setting to recommend: empty for the default, [0] for no smaller counts.
-
-    Args:
-        sizes: the dataset's microbatches.
-        shape: the shape that they are replayed in.
-    """
-    most = shape.max_packed_seqs
-    default = default_buckets_of_shape(shape)
-    sufficient = quantile(sizes.num_documents, _MOST_MICROBATCHES) + 1
-    useful = [n for n in default if n > quantile(sizes.num_documents, _NEGLIGIBLE_SHARE)]
-    chosen = min(n for n in (*default, most) if n >= sufficient or n == most)
-    fewer = num_launched(sufficient)
-    cost = max(fewer, min((*default, _CHEAP)))
-    if num_launched(chosen) > cost and _WORTHWHILE_RATIO * fewer <= most:
-        return sorted({fewer, *useful})
-    return [0] if default and not useful else []

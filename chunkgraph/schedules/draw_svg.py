@@ -1,15 +1,18 @@
 """Draw a simulated schedule as an SVG picture, without any plotting library.
 
 A box is an action. Its colour is its operation, lighter for later chunks; a bar below the boxes is
-a slot, from the forward of a microbatch to the backward that frees it.
+a slot, from the forward of a microbatch to the backward that frees it. Of many microbatches the
+steady state is left out.
 """
 
 from __future__ import annotations
 
 import colorsys
 import html
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chunkgraph._text import counted
 from chunkgraph.schedules.action import Op
@@ -33,6 +36,14 @@ _FOOTER_HEIGHT = 30.0
 _TITLE_SIZE, _TEXT_SIZE, _ACTION_SIZE, _DETAIL_SIZE = 15.0, 11.0, 12.0, 8.5
 # Width of one character over the font size, a little more than the fonts above need.
 _EM = 0.66
+_MAX_WHOLE = 16
+"""Number of microbatches up to which all are drawn."""
+_FOLD_WIDTH = 40.0
+# Only texts in boxes, which keep their colours, are centred.
+_DARK = """<style>@media (prefers-color-scheme: dark) {
+  .back { fill: #0d1117 }
+  text:not([text-anchor=middle]) { fill: #e6edf3 }
+}</style>"""
 _Slots = Mapping[tuple[int, int], int]
 
 
@@ -45,19 +56,26 @@ class _Picture:
         slots: Slot of every (stage, microbatch).
         px_per_ms: Horizontal scale.
         lanes: For every rank, the number of the bar of each (chunk, slot).
+        fold: The time that is left out, from and to.
     """
 
     simulation: Simulation
     slots: _Slots
     px_per_ms: float
     lanes: Sequence[Mapping[tuple[int, int], int]]
+    fold: tuple[float, float]
 
     @property
     def left(self) -> float:
         return _MARGIN + _RANK_LABEL_WIDTH
 
     def x(self, ms: float) -> float:
-        return self.left + ms * self.px_per_ms
+        start, stop = self.fold
+        ms, fold = (ms, 0.0) if ms <= start else (max(start, ms - stop + start), _FOLD_WIDTH)
+        return self.left + ms * self.px_per_ms + fold * (stop > start)
+
+    def hides(self, start_ms: float, end_ms: float) -> bool:
+        return self.fold[0] <= start_ms < end_ms <= self.fold[1]
 
     def row_height(self, rank: int) -> float:
         return _BOX_HEIGHT + _LANE_HEIGHT * len(self.lanes[rank]) + _ROW_GAP
@@ -102,6 +120,10 @@ def draw_svg(simulation: Simulation, *, slots: _Slots) -> str:
     """
     picture = _picture(simulation, slots)
     heading = _title(simulation)
+    if picture.fold[1]:
+        share = (picture.fold[1] - picture.fold[0]) / simulation.busy_ms(0)
+        left_out = round(share * simulation.schedule.num_microbatches)
+        heading += f", {left_out} of them left out at the dashed lines"
     legend, legend_width = _legend(picture)
     width = max(
         picture.x(simulation.makespan_ms) + _MARGIN,
@@ -113,7 +135,8 @@ def draw_svg(simulation: Simulation, *, slots: _Slots) -> str:
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' {size} {view} {_FONT}>",
         f"<title>{html.escape(heading, quote=False)}</title>",
-        f"<rect {size} fill='white'/>",
+        _DARK,
+        f"<rect class='back' {size} fill='white'/>",
         _text(_MARGIN, 25.0, heading, _TITLE_SIZE, weight="bold"),
         *legend,
     ]
@@ -126,7 +149,7 @@ def draw_svg(simulation: Simulation, *, slots: _Slots) -> str:
 
 
 def _picture(simulation: Simulation, slots: _Slots) -> _Picture:
-    flat = _Picture(simulation, slots, 1.0, ())
+    flat = _Picture(simulation, slots, 1.0, (), (0.0, 0.0))
     spans = [span for of_rank in simulation.spans for span in of_rank]
     # Boxes of the shortest action hold the longest label.
     unit_ms = min((span.end_ms - span.start_ms for span in spans), default=1.0)
@@ -135,7 +158,32 @@ def _picture(simulation: Simulation, slots: _Slots) -> _Picture:
     for of_rank in simulation.spans:
         keys = sorted({flat.key_of(span) for span in of_rank})
         lanes.append({key: lane for lane, key in enumerate(keys)})
-    return _Picture(simulation, slots, (widest + 5.0) / unit_ms, lanes)
+    return _Picture(simulation, slots, (widest + 5.0) / unit_ms, lanes, _fold(simulation))
+
+
+def _fold(simulation: Simulation) -> tuple[float, float]:
+    """Return the part of the steady state to leave out: as many whole periods as it has.
+
+    A period is the time after which all ranks do the same with later microbatches.
+    """
+    schedule, end_ms = simulation.schedule, simulation.makespan_ms
+    starts = {span.action: span.start_ms for spans in simulation.spans for span in spans}
+    if schedule.num_microbatches > _MAX_WHOLE:
+        per_microbatch_ms = simulation.busy_ms(0) / schedule.num_microbatches
+        for num_microbatches in range(1, 2 * schedule.num_ranks + 1):
+            period_ms = num_microbatches * per_microbatch_ms
+            breaks = [0.0, end_ms]
+            for (action, start_ms), sign in itertools.product(starts.items(), (-1, 1)):
+                other = replace(action, microbatch=action.microbatch + sign * num_microbatches)
+                if not math.isclose(starts.get(other, -1.0), start_ms + sign * period_ms):
+                    breaks.append(start_ms)
+            breaks.sort()
+            first_ms, stop_ms = max(itertools.pairwise(breaks), key=lambda two: two[1] - two[0])
+            first_ms += per_microbatch_ms  # one microbatch of the steady state is drawn
+            num_periods = math.floor((stop_ms - first_ms) / period_ms + 1e-6)
+            if num_periods > 0:
+                return first_ms, first_ms + num_periods * period_ms
+    return 0.0, 0.0
 
 
 def _title(simulation: Simulation) -> str:
@@ -155,19 +203,19 @@ def _row(picture: _Picture, rank: int, y: float) -> Iterator[str]:
     yield _text(picture.left - 8.0, label_y, f"rank {rank}", _TEXT_SIZE, anchor="end")
     spans = picture.simulation.spans[rank]
     for span in spans:
-        x, end = picture.x(span.start_ms), picture.x(span.end_ms)
-        fill = picture.fill_of(span, span.action.op)
-        yield from _box(x, y, end - x, fill, picture.texts_of(span))
+        if not picture.hides(span.start_ms, span.end_ms):
+            x, end = picture.x(span.start_ms), picture.x(span.end_ms)
+            fill = picture.fill_of(span, span.action.op)
+            yield from _box(x, y, end - x, fill, picture.texts_of(span))
     begins: dict[tuple[int, int], float] = {}
     for span in spans:
         key = picture.key_of(span)
         if span.action.op is Op.F:
-            begins[key] = picture.x(span.start_ms)
-        elif span.action.op.ends_lifetime:
+            begins[key] = span.start_ms
+        elif span.action.op.ends_lifetime and not picture.hides(begins[key], span.end_ms):
             bar_y = y + _BOX_HEIGHT + 1.5 + _LANE_HEIGHT * picture.lanes[rank][key]
-            end = picture.x(span.end_ms)
-            fill = picture.fill_of(span, Op.F)
-            yield _bar(begins[key] + 1.0, bar_y, end - begins[key] - 2.0, fill)
+            x, end = picture.x(begins[key]), picture.x(span.end_ms)
+            yield _bar(x + 1.0, bar_y, end - x - 2.0, picture.fill_of(span, Op.F))
 
 
 def _box(x: float, y: float, width: float, fill: str, texts: tuple[str, str]) -> Iterator[str]:
@@ -198,6 +246,15 @@ def _axis(picture: _Picture, y: float) -> Iterator[str]:
     )
     yield _text(picture.left, bottom + 15.0, "time 0", 9.5, colour="#666")
     yield _text(right, bottom + 15.0, f"{makespan:g}", 9.5, colour="#666", anchor="end")
+    if picture.fold[1]:
+        x, fold_height = picture.x(picture.fold[0]), bottom - _HEADER_HEIGHT + 8.0
+        yield (
+            f"<rect class='back' x='{x:.1f}' y='{_HEADER_HEIGHT - 4:.1f}' width='{_FOLD_WIDTH}' "
+            f"height='{fold_height:.1f}' fill='white' stroke='#999' stroke-dasharray='4 3'/>"
+        )
+        sides = (x - 3.0, "end"), (x + _FOLD_WIDTH + 3.0, "start")
+        for ms, (side, anchor) in zip(picture.fold, sides, strict=True):
+            yield _text(side, bottom + 15.0, f"{ms:g}", 9.5, colour="#666", anchor=anchor)
 
 
 def _legend(picture: _Picture) -> tuple[list[str], float]:

@@ -77,8 +77,7 @@ class ModelConfig(Section):
     seq_length: Count
     """Number of tokens per sequence."""
     vocab_size: Count = 264
-    """Rows of the embedding. The built-in text needs 257 tokens (256 bytes and the end of a
-    document); the default rounds up to a multiple of 8."""
+    """Rows of the embedding. The built-in text needs 257, for bytes and the end of a document."""
     swiglu: StrictBool = False
     """Use gated SiLU instead of GELU in the feed-forward layer."""
     untie_embeddings_and_output_weights: StrictBool = True
@@ -101,16 +100,13 @@ class ModelConfig(Section):
     (tensorwise), or each block of it (blockwise)."""
     hybrid_layer_pattern: str | None = None
     """Layers of a hybrid model, one character each: M (Mamba-2), * (attention), - (feed-forward),
-    E (experts). | separates pipeline stages: use it between all of them or not at all. num_layers
-    counts every layer. Quote the pattern in YAML. Null: a GPT model."""
+    E (experts); | between all pipeline stages, or none. num_layers counts them. Null: a GPT."""
     layer_spec: str = "auto"
-    """Layer implementation: local, transformer_engine, auto (local on a CPU, transformer_engine on
-    a GPU), or package.module:function that returns a Megatron module spec: of a GPT layer or block,
-    or of a hybrid stack. Hybrid models have no local layers."""
+    """Layers: local, transformer_engine, auto (local on a CPU, transformer_engine on a GPU), or
+    package.module:function that returns a Megatron module spec. Hybrid ones are never local."""
     transformer_config: dict[str, Any] = {}
-    """More fields of Megatron's TransformerConfig, by name, such as normalization, hidden_dropout,
-    recompute_method, moe_layer_freq or moe_router_score_function. They replace values that follow
-    from other settings. Dropout is 0 unless set here."""
+    """More fields of Megatron's TransformerConfig, such as normalization or moe_layer_freq. They
+    replace values that follow from other settings. Dropout is 0 unless set here."""
 
 
 class PipelineConfig(Section):
@@ -129,8 +125,8 @@ class PipelineConfig(Section):
     tensor_model_parallel_size: Count = 1
     """Number of tensor-parallel ranks, which split each layer."""
     sequence_parallel: StrictBool = False
-    """Split the sequence over the tensor-parallel ranks in the parts of a layer that are not split
-    otherwise (normalization, dropout). Needs Transformer Engine's layers."""
+    """Split the sequence over tensor-parallel ranks where a layer is not split otherwise. Needs
+    Transformer Engine's layers."""
     context_parallel_size: Count = 1
     """Number of context-parallel ranks, which split each sequence. Needs Transformer Engine's
     layers."""
@@ -173,15 +169,13 @@ class ExpertConfig(Section):
     """Width of each expert, in elements. Null: model.ffn_hidden_size."""
     moe_expert_capacity_factor: Positive | None = None
     """Capacity of an expert, as a multiple of its tokens under even load; its input is padded to
-    it. num_moe_experts / moe_router_topk has room for all tokens. Null: no token is dropped
-    (dropless). Must be null with the flex dispatcher."""
+    it. num_moe_experts / moe_router_topk has room for all tokens. Null: dropless, as with flex."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens reach the ranks of their experts. flex: by DeepEP's HybridEP, with a router in
     float32."""
     moe_expert_rank_capacity_factor: Positive | None = None
-    """With flex, rows that the experts of a rank have room for together, as a multiple of the
-    tokens of a microbatch times moe_router_topk. A step that needs more runs again. Null: by the
-    loads of eager steps."""
+    """With flex, rows for all experts of a rank, as a multiple of a microbatch's tokens times
+    moe_router_topk. A step that needs more runs again. Null: by the loads of eager steps."""
     moe_aux_loss_coeff: NotNegative = 0.0
     """Weight of the loss that balances the load of experts."""
     token_drops: Annotated[
@@ -240,12 +234,9 @@ class PackingConfig(Section):
         tuple[Positive, ...], Strict(False), Flag("--cuda-graph-packed-buckets")
     ] = ()
     """Shorter microbatches to capture as well, as fractions of the rows or as numbers of rows."""
-    seq_buckets: Annotated[
-        Annotated[tuple[Natural, ...], Strict(False)] | None,
-        Flag("--cuda-graph-packed-seq-buckets"),
-    ] = None
-    """Smaller sequence counts to capture as well, since attention takes time for empty sequences.
-    Null: powers of two from 64 (32 for at most 1024 rows per rank) to half of max_packed_seqs."""
+    seq_buckets: Annotated[tuple[Natural, ...], Strict(False)] | None = None
+    """Smaller sequence counts to capture as well. Null: powers of two from 64 (32 for at most 1024
+    rows per rank) to half of max_packed_seqs."""
     context_parallel_sizes: Annotated[
         tuple[int, ...], Strict(False), Flag("--cuda-graph-cp-sizes")
     ] = ()
@@ -273,7 +264,7 @@ class CaptureConfig(Section):
     """Capture chunks as graphs. False trains eagerly through the same code."""
     scope: Annotated[Literal["auto", "block", "chunk"], Flag("--cuda-graph-chunk-scope")] = "auto"
     """What a graph holds: the transformer block, or the whole chunk with embedding, output layer
-    and loss. auto: the chunk if possible."""
+    and loss. auto: the chunk if possible, and the norm, clipping and cast of the optimizer too."""
     num_warmup_steps: Natural = 1
     """Eager training steps before the capture."""
     max_slot_memory: Annotated[Size | None, Flag("--cuda-graph-max-slot-memory")] = None
@@ -281,15 +272,18 @@ class CaptureConfig(Section):
     verify: Annotated[Literal["none", "poison", "shadow"], Flag("--cuda-graph-verify")] = "none"
     """How to check replays, slowly: fill freed memory with NaN (poison), or compare every replay
     with an eager pass (shadow)."""
-    optimizer: Annotated[StrictBool, Flag("--cuda-graph-optimizer")] = True
-    """Capture the optimizer's norm, clipping and cast of parameters too, if a graph can hold it."""
     on_failure: Annotated[Literal["raise", "eager"], Flag("--cuda-graph-on-failure")] = "raise"
     """After a capture that failed on any rank: raise the error, or train eagerly."""
 
     @property
     def options(self) -> dict[str, Any]:
         """Return the arguments of the engine's ``CaptureOptions``."""
-        return self.model_dump(exclude={"enabled", "scope", "optimizer"})
+        return self.model_dump(exclude={"enabled", "scope"})
+
+    @property
+    def captures_optimizer(self) -> bool:
+        """Tell whether the optimizer's step is captured too."""
+        return self.scope == "auto"
 
 
 class StashConfig(Section):

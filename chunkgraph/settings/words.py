@@ -13,7 +13,6 @@ from chunkgraph.settings.rule import Facts, Words
 
 _NAMES = {
     "capture.enabled": "captures",
-    "capture.optimizer": "captures_optimizer",
     "stash.enabled": "stash",
 }
 """Facts with another name than the last part of the setting's path."""

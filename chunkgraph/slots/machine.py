@@ -41,8 +41,8 @@ class SlotMachine:
 
     A step is ``begin_step``, then any legal order of ``acquire_forward``, ``begin_backward`` and
     ``release``, then ``end_step``, or ``abort_step`` after an exception. With a split backward,
-    ``await_last`` and ``begin_last`` come before ``release``. Every call costs a few list
-    operations, independent of the number of slots. Not thread-safe.
+    ``await_last`` and ``begin_last`` come before ``release``. Acquiring and releasing take a few
+    list operations, independent of the number of slots. Not thread-safe.
 
     Args:
         num_slots: Number of slots of each chunk.
@@ -89,7 +89,7 @@ class SlotMachine:
             owner = "the rank" if len(self._free) < len(self._set_of) else f"chunk {chunk}"
             raise self._error(
                 f"forward chunk {chunk} microbatch {microbatch}",
-                f"all {self._num_slots[chunk]} slots of {owner} are in use",
+                f"{owner} has no free slot; {self._num_slots[chunk]} in use",
                 "plan the slots for the schedule that actually runs (chunkgraph plan), or check "
                 "that every forward is followed by its backward",
             )

@@ -150,7 +150,7 @@ class TrainedModel:
         )
         self._undo.callback(self.graphs.detach)  # before the process groups that graphs use
         self.schedule = self.graphs.wrap_forward_backward(self.schedule)
-        if config.capture.optimizer:
+        if config.capture.captures_optimizer:
             self.graphs.capture_optimizer(self.optimizer)
         return self.graphs
 

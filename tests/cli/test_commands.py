@@ -180,7 +180,7 @@ def test_the_page_of_the_documentation_is_generated(capsys: pytest.CaptureFixtur
     page = (ROOT / "docs" / "settings.md").read_text()
     assert _print(capsys) == page
     for item in settings_of(Config):
-        assert f"| `{item.name}` | " in page
+        assert f"\n`{item.name}` | " in page
 
 
 def test_a_file_is_printed_as_it_is_resolved(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,10 @@ def test_the_report_names_flags_and_settings(numbers, capsys):
     assert "Documents: 1000\n" in out
     assert len(row_of(out, "Documents of a microbatch")) == 4
     assert "  --cuda-graph-max-packed-seqs 32 --cuda-graph-max-packed-tokens 128\n" in out
-    assert "  packing.max_packed_seqs=32 packing.max_packed_tokens=128\n" in out
+    assert out.count("Recommended") == 1
+    words = " ".join(out.split())
+    (fewest,) = re.findall(r"Reason: (\d+) sequences are the fewest .* no longer for 32\.", words)
+    assert float(row_of(out, fewest)[2].rstrip("%")) <= 1
     assert "0.00% of the steps run eagerly, target 1.00%" in out
     assert max(map(len, out.splitlines()[1:])) <= 80
     assert "\x1b" not in out
@@ -89,22 +92,11 @@ def test_long_documents_are_cut_and_short_rows_padded(tmp_path, capsys):
     assert row_of(shared, "Documents of a microbatch")[-1] == "8"
 
 
-@pytest.mark.parametrize(
-    ("counts", "tokens", "expected"),
-    [
-        ([300, 40], 40, "captured by default: 64 128 256."),
-        ([180, 150], 40, "--cuda-graph-packed-seq-buckets 0\n"),
-        ([3199, 1200], 1, "--cuda-graph-packed-seq-buckets 1536\n"),
-    ],
-)
-def test_buckets_of_sequences(tmp_path, capsys, counts, tokens, expected):
+def test_graphs_for_fewer_sequences_are_named(tmp_path, capsys):
     path = tmp_path / "packed.txt"
-    most, others = counts
-    lines = [" ".join([str(tokens)] * (most if i % 20 == 0 else others)) for i in range(100)]
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join(" ".join(["40"] * (300 if i % 20 == 0 else 40)) for i in range(100)))
     out = run(capsys, path, "--target-fallback", "0%")[1]
-    assert expected in out
-    assert ("packing.seq_buckets=[]" in out) == expected.endswith("-buckets 0\n")
+    assert "Graphs for fewer sequences are captured too: 64 128 256." in out
 
 
 def test_buckets_of_lengths_are_recommended_where_they_save_rows(tmp_path, capsys):
@@ -112,7 +104,6 @@ def test_buckets_of_lengths_are_recommended_where_they_save_rows(tmp_path, capsy
     path.write_text("400\n" + "30 30\n" * 40)
     out = run(capsys, path)[1]
     assert "--cuda-graph-packed-buckets 0.25 0.5" in out
-    assert "packing.buckets=[0.25,0.5]" in out
     plain, bucketed = re.findall(r"([\d.]+)%\s+(?:of the rows|with length)", " ".join(out.split()))
     assert float(bucketed) < float(plain) - 1
 
@@ -162,4 +153,10 @@ def test_plot(numbers, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "choice.svg"
     assert run(capsys, numbers, "--max-packed-tokens", 128, "--plot", picture)[0] == 0
-    assert "recommended: N = 32" in picture.read_text()
+    text = picture.read_text()
+    assert "recommended: N = 32" in text
+    # The legend is below the axes and their label.
+    places = dict(re.findall(r"<!-- ([^>]+) -->\s*<g [^>]*translate\([\d.]+ ([\d.]+)\)", text))
+    label = places["sequences N of a microbatch, including the dummy"]
+    for name in ("T = 128", "target: 1%"):
+        assert float(places[name]) > float(label)

@@ -157,7 +157,7 @@ def test_page_holds_the_whole_step(run, config, tmp_path):
     data = page_data(text)
     (schedule,) = data["schedules"]
     assert [len(rank["actions"]) for rank in schedule["ranks"]] == [8000, 8000]
-    assert schedule["ranks"][0]["actions"][0] == ["F", 0, 0, 0, 0.0, 1.0]
+    assert schedule["ranks"][0]["actions"][0] == ["F", 0, 0, 0, 0.0, 0.5]
     assert data["has_memory"]
     assert schedule["memory_bytes"] > schedule["slot_bytes"] > 0
     with pytest.raises(ConfigError, match="--html: the step has 800000 forwards"):
@@ -260,6 +260,25 @@ def test_a_file_is_compared_with_the_schedules_by_name(run, config, tmp_path):
     assert [one["name"] for one in page_data(page.read_text())["schedules"]][-1] == str(path)
 
 
+@pytest.mark.parametrize("name", list_schedules())
+def test_table_pages_and_grid_of_a_schedule_have_the_same_numbers(run, tmp_path, name):
+    """Steps in forwards of all layers of a rank, the bubble of the rank that idles most."""
+    sizes = ("--pp", 3, "--num-microbatches", 9)
+    page = tmp_path / "plan.html"
+    cells = compared(run(*sizes, "--compare", "--html", page))[name]
+    pages = {one["name"]: one for one in page_data(page.read_text())["schedules"]}
+    out = run(*sizes, "--schedule", name, "--html", page)
+    (alone,) = page_data(page.read_text())["schedules"]
+    numbers = {
+        (f"{one['makespan']:.1f}", f"{one['bubble_ratio']:.1%}") for one in (alone, pages[name])
+    }
+    assert numbers == {(cells[2], cells[1])}
+    assert max(re.findall(r"\d+\.\d%", out), key=lambda share: float(share[:-1])) == cells[1]
+    assert float(re.findall(r"time \S+ to (\S+)", out)[-1]) == pytest.approx(
+        float(cells[2]), abs=0.06
+    )
+
+
 def test_options_without_effect_on_a_comparison_are_refused(run):
     with pytest.raises(ConfigError, match="--schedule has no effect with --compare"):
         run("--pp", 4, "--compare", "--schedule", "zb-h1")
@@ -281,6 +300,7 @@ def test_no_name_of_a_file_is_markup_in_a_page(run, tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (("--schedule", "mine.csv", "--pp", "2"), "--pp cannot be combined with mine.csv"),
+        (("mine.csv",), "'mine.csv' is a schedule; write --schedule before it"),
         (("config.yaml", "--schedule", "mine.csv"), "has 2 ranks of 1 chunk, but the pipeline"),
         (
             ("config.yaml", *_ONE_CHUNK, "--schedule", "mine.csv", "--num-microbatches", "3"),

@@ -145,7 +145,7 @@ def test_arguments_that_the_script_changes_later_are_looked_at_again() -> None:
         ),
         (
             "--fp4-format e2m1 --use-megatron-fsdp --yaml-cfg x --optimizer-cuda-graph "
-            "--cuda-graph-optimizer false"
+            "--cuda-graph-chunk-scope block"
         ),
     ],
 )

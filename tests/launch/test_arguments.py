@@ -137,21 +137,17 @@ def _parsed(*arguments: str) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "packing"),
     [
-        ([], (0, None, (), None)),
+        ([], (0, None, ())),
         (
             ["--cuda-graph-max-packed-seqs", "--cuda-graph-packed-buckets", "0.25", "512"],
-            (50, None, (0.25, 512), None),
-        ),
-        (
-            ["--cuda-graph-max-packed-seqs", "--cuda-graph-packed-seq-buckets", "0"],
-            (50, None, (), ()),
+            (50, None, (0.25, 512)),
         ),
     ],
 )
 def test_flags_of_packed_sequences(arguments: list[str], packing: tuple[Any, ...]) -> None:
     flags = _parsed(*arguments)
-    limits = (flags.packing.max_packed_seqs, flags.packing.max_packed_tokens, flags.packing.buckets)
-    assert (*limits, flags.packing.seq_buckets) == packing
+    found = flags.packing
+    assert (found.max_packed_seqs, found.max_packed_tokens, found.buckets) == packing
 
 
 def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | None:
@@ -393,12 +389,12 @@ def test_megatrons_flag_for_a_graph_of_the_optimizer_is_taken_over() -> None:
     args = arguments(optimizer_cuda_graph=True)
     flags = settle_arguments(args, on_cpu=True)
     assert flags is not None
-    assert flags.capture.optimizer
+    assert flags.capture.captures_optimizer
     assert not args.optimizer_cuda_graph
-    args = arguments(optimizer_cuda_graph=True, cuda_graph_optimizer="false")
-    with pytest.raises(ConfigError, match="--optimizer-cuda-graph: --cuda-graph-optimizer false"):
+    args = arguments(optimizer_cuda_graph=True, cuda_graph_chunk_scope="chunk")
+    with pytest.raises(ConfigError, match=r"--optimizer-cuda-graph with .*chunk-scope chunk: use"):
         settle_arguments(args, on_cpu=True)
-    args = arguments(cuda_graph_optimizer="false")
+    args = arguments(cuda_graph_chunk_scope="chunk")
     flags = settle_arguments(args, on_cpu=True)
     assert flags is not None
-    assert not flags.capture.optimizer
+    assert not flags.capture.captures_optimizer

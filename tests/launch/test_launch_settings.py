@@ -64,7 +64,6 @@ CHANGES: dict[str, dict[str, list[str]]] = {
         "max_slot_memory": ["max_slot_memory=20GiB"],
         "verify": ["verify=poison"],
         "on_failure": ["on_failure=eager"],
-        "optimizer": ["optimizer=false"],
     },
 }
 ELSEWHERE = {
@@ -115,15 +114,16 @@ def test_fields_of_megatron_have_flags() -> None:
 
 
 def test_packed_sequences_of_the_file_are_flags() -> None:
-    packing = ["packing.max_packed_seqs=4", "packing.buckets=[0.25,8]", "packing.seq_buckets=[3,2]"]
+    packing = ["packing.max_packed_seqs=4", "packing.buckets=[0.25,8]"]
     packing += ["device=cuda", "model.layer_spec=transformer_engine", "train.micro_batch_size=1"]
     flags = merged(_load(*packing, "packing.max_packed_tokens=12"))
     at = flags.index("--cuda-graph-max-packed-seqs")
-    assert flags[at : at + 10] == [
+    assert flags[at : at + 7] == [
         *("--cuda-graph-max-packed-seqs", "4", "--cuda-graph-max-packed-tokens", "12"),
         *("--cuda-graph-packed-buckets", "0.25", "8"),
-        *("--cuda-graph-packed-seq-buckets", "3", "2"),
     ]
+    with pytest.raises(ConfigError, match=r"packing.seq_buckets .*it has no flag"):
+        merged(_load(*packing, "packing.seq_buckets=[3,2]"))
     graph_flags = graph_flags_of(merged(_load(*packing), ["--cuda-graph-max-packed-seqs", "9"]))
     assert graph_flags is not None
     assert (graph_flags.packing.max_packed_seqs, graph_flags.packing.buckets) == (9, (0.25, 8.0))

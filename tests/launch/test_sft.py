@@ -262,7 +262,6 @@ def test_ranks_share_each_microbatch_as_its_documents_need(
     monkeypatch.setenv("SFT_RANDOM_SIZES", "1")
     sizes = ["--cuda-graph-cp-sizes", "1", "2"]
     sizes += ["--cuda-graph-max-packed-tokens", "12", "--cuda-graph-max-packed-seqs", "5"]
-    sizes += ["--cuda-graph-packed-seq-buckets", "2", "3"]
     banks = [*CHUNK, *sizes, "--cuda-graph-verify", "shadow"]
     monkeypatch.setenv("SFT_RERUN", "3")
     logs, evaluations = {}, {}
@@ -333,12 +332,12 @@ def test_buckets_leave_out_rows_that_no_loss_needs(runs: Runs) -> None:
     flags = ["--train-iters", "5", "--eval-interval", "9", "--hidden-dropout", "0.0"]
     flags += ["--attention-dropout", "0.0", "--num-layers", "2"]
     tokens = [*SEVEN, "--cuda-graph-max-packed-tokens", "18"]
-    tokens += ["--cuda-graph-packed-buckets", "0.5", "14", "--cuda-graph-packed-seq-buckets", "4"]
+    tokens += ["--cuda-graph-packed-buckets", "0.5", "14"]
     never = [*CHUNK[:2], "--cuda-graph-warmup-steps", "99"]
     log = runs.train("buckets", *flags, *CHUNK, *tokens, data=data)
     assert runs.replays() == [0, 0, 4, 0, 4]
-    # Graphs of three lengths, each for up to six and up to three documents.
-    assert "captured 24 graphs" in runs.output
+    # Graphs of three lengths.
+    assert "captured 12 graphs" in runs.output
     assert log == runs.train("cut", *flags, *never, *tokens, data=data)
     assert sum(runs.replays()) == 0
     whole = runs.train("whole", *flags, data=data)

@@ -135,6 +135,30 @@ def test_unknown_public_name_is_an_attribute_error() -> None:
         _ = chunkgraph.Nothing
 
 
+# What runs elsewhere: the workflow of the repository, and an image.
+
+
+def test_the_workflow_runs_targets_that_exist() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    steps = workflow["jobs"]["test"]["steps"]
+    targets = [step["run"].split()[1:] for step in steps if "run" in step]
+    assert ["test"] in targets
+    makefile = (ROOT / "Makefile").read_text()
+    for (target,) in targets:
+        assert f"\n{target}: " in makefile
+
+
+def test_the_image_copies_what_a_wheel_needs() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    copied = {
+        word for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE) for word in line.split()
+    }
+    assert copied == {"pyproject.toml", "README.md", "LICENSE", "chunkgraph"}
+    assert all((ROOT / name).exists() for name in copied)
+    extras = set(re.findall(r"/opt/chunkgraph\[(\w+)\]", text))
+    assert extras <= set(PYPROJECT["project"]["optional-dependencies"])
+
+
 # `make test` and `make test-slow` run every test, in one environment or in both.
 
 

@@ -10,15 +10,12 @@ from hypothesis import strategies as st
 
 from chunkgraph.errors import PackingError
 from chunkgraph.packing import (
-    MicrobatchSizes,
     OverflowReason,
     PackedShape,
     pack,
     reason_not_to_fit,
-    sizes_of,
     smallest_that_fits,
 )
-from chunkgraph.packing.recommend import recommended_seq_buckets
 from chunkgraph.packing.seq_counts import default_seq_buckets
 from chunkgraph.settings import config_from_mapping, resolved
 
@@ -192,28 +189,3 @@ def test_what_a_run_has(packing: dict, expected: tuple[int, ...], num_ranks: int
         }
     )
     assert resolved(config).packing.seq_buckets == expected
-
-
-def sizes_of_counts(most: int, others: int) -> MicrobatchSizes:
-    """Return 100 microbatches, every twentieth with ``most`` short documents."""
-    counts = np.array([most if i % 20 == 0 else others for i in range(100)])
-    ends = np.cumsum(counts)
-    return sizes_of(np.ones(ends[-1], dtype=np.int64), ends, PackedShape(2, 16384))
-
-
-@pytest.mark.parametrize(
-    ("most", "others", "tokens", "fewer"),
-    [
-        (300, 40, 12032, []),  # the default has graphs for 64
-        (99, 12, 4096, [32]),  # there is no default
-        (99, 60, 4096, []),  # not fewer than half
-        (180, 150, 7296, [0]),  # no microbatch has so few
-        (3199, 1200, 3200, [1536]),
-        (300, 40, 384, []),  # in short rows there are graphs for 32
-    ],
-)
-def test_fewer_sequences_are_recommended_where_the_default_does_not_have_them(
-    most: int, others: int, tokens: int, fewer: list[int]
-) -> None:
-    shape = PackedShape(most + 1, tokens)
-    assert recommended_seq_buckets(sizes_of_counts(most, others), shape) == fewer

@@ -17,23 +17,28 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)]
 @pytest.fixture
 def output_of(
     run_script: Callable[..., tuple[list[int], str]], free_port: Callable[[], int]
-) -> Callable[[str, str], str]:
+) -> Callable[..., str]:
     """Return the output of an example on two CPU ranks, or two GPUs by torchrun."""
 
-    def output_of(name: str, device: str) -> str:
+    def output_of(name: str, device: str, *flags: str) -> str:
         if device == "cpu":
-            codes, output = run_script(EXAMPLES / name)
+            codes, output = run_script(EXAMPLES / name, *flags)
             assert codes == [0, 0], output
             return output
-        return output_of_python(*TORCHRUN, str(free_port()), EXAMPLES / name, timeout_s=180)
+        return output_of_python(*TORCHRUN, str(free_port()), EXAMPLES / name, *flags, timeout_s=180)
 
     return output_of
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("flags", [(), pytest.param(("--lora",), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_example_is_equal_to_eager(device: str, output_of: Callable[[str, str], str]) -> None:
-    output = output_of("torch_pipelining.py", device)
+def test_the_example_is_equal_to_eager(
+    device: str, flags: tuple[str, ...], output_of: Callable[..., str]
+) -> None:
+    if flags:
+        pytest.importorskip("peft")
+    output = output_of("torch_pipelining.py", device, *flags)
     assert output.count("losses equal to eager: True") == 2
     assert "captures=2," in output
     assert "captures=1," in output
@@ -44,7 +49,7 @@ def test_the_example_is_equal_to_eager(device: str, output_of: Callable[[str, st
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("device", DEVICES)
 def test_stages_of_torchtitan_are_equal_to_eager(
-    device: str, output_of: Callable[[str, str], str]
+    device: str, output_of: Callable[..., str]
 ) -> None:
     output = output_of("torchtitan_stages.py", device)
     has_v = device == "cuda" or HAS_LOCAL_STAGES

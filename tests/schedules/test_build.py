@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -17,6 +18,8 @@ from chunkgraph.schedules import (
     Schedule,
     build_schedule,
     draw_svg,
+    get_family,
+    list_schedules,
     megatron_schedule,
     simulate,
     validate,
@@ -205,6 +208,40 @@ def test_svg_holds_every_action_inside_the_picture_without_overlap(built):
     assert len(rects(root, "action")) == num_actions + 1
     large = [text.text for text in root.iter(f"{SVG}text") if text.get("font-size") == "12"]
     assert sorted(large[1:]) == sorted(f"{a.op.value}{a.microbatch}" for _, a in built)
+
+
+@pytest.mark.parametrize(("name", "is_folded"), [(n, n != "gpipe") for n in list_schedules()])
+def test_many_microbatches_are_drawn_as_the_ends_of_their_step(name, is_folded):
+    """A longer steady state changes no box, only what the boxes and the axis say."""
+    pictures, titles = [], []
+    for num_microbatches in (32, 48):
+        schedule = build_schedule(
+            name,
+            num_ranks=4,
+            num_chunks=get_family(name).num_chunks or 2,
+            num_microbatches=num_microbatches,
+        )
+        root = ET.fromstring(draw_svg(simulate(schedule), slots=assign_slots(schedule)))
+        texts = [text.text for text in root.iter(f"{SVG}text") if text.get("font-size") == "12"]
+        assert texts[1] == "F0"
+        assert any(text == f"B{num_microbatches - 1}" for text in texts) or "W0" in texts
+        boxes = [
+            [float(rect.get(key)) for key in ("x", "y", "width")] for rect in rects(root, "action")
+        ]
+        assert min(width for _, _, width in boxes) > 0
+        for (x, y, width), (next_x, next_y, _) in itertools.pairwise(sorted(boxes[1:], key=_place)):
+            assert y != next_y or next_x >= x + width - 0.11
+        pictures.append((boxes, len(rects(root, "slot")), root.get("width")))
+        titles.append(next(root.iter(f"{SVG}title")).text)
+    assert (pictures[0] == pictures[1]) is is_folded
+    left_out = [re.findall(r", (\d+) of them left out at the dashed lines", one) for one in titles]
+    assert [len(found) for found in left_out] == [is_folded] * 2
+    if is_folded:
+        assert int(left_out[1][0]) - int(left_out[0][0]) == 16
+
+
+def _place(box):
+    return box[1], box[0]
 
 
 def test_a_bar_joins_the_uses_of_every_slot(built):

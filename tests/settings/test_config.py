@@ -33,8 +33,8 @@ def small(tmp_path: Path) -> Path:
 
 def test_the_settings_are_few_and_documented() -> None:
     items = list(settings_of(Config))
-    assert len(items) <= 61
-    assert len([item for item in items if item.flag]) <= 13
+    assert len(items) <= 60
+    assert len([item for item in items if item.flag]) <= 11
     assert all(item.help.endswith(".") for item in items)
     assert len({item.name for item in items} - {"enabled"}) == len(items) - 2
 

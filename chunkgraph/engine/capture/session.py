@@ -144,7 +144,7 @@ def capture_session(
 
 
 class Session:
-    """State that the phases of one session share.
+    """State that the phases of one session share. It begins by taking memory for gradients.
 
     Args:
         chunks: see `capture_session`.
@@ -162,7 +162,7 @@ class Session:
         bookkeeping: what the module of each chunk keeps, as `_make_room` finds it.
         warm_ups: measurements of the eager passes, by bank and chunk.
         plans: how backwards are captured, by bank and chunk.
-        memories: of the first variant of each slot.
+        memories: the memory of each slot, which all banks share.
         slots: slots captured so far, in order.
         markers: what follows the gradients of each slot.
         num_done: number of graphs captured so far.
@@ -409,7 +409,7 @@ def _new_slot(session: Session, key: Hashable, c: int, s: int) -> Slot:
             session.maker.pools.forward_pool(label, slot_bytes),
             SlotStatics(session.maker.pools.static),
         )
-    memory = replace(session.memories[slot_id], live=AddressRanges())
+    memory = replace(session.memories[slot_id])
     return Slot(c, s, _label(session, label, key), key, memory)
 
 
