@@ -24,7 +24,7 @@ class AttachedModels:
     """Run the schedule of each of a framework's models with graphs of its own.
 
     A model gets its graphs when it first runs: then it has memory on the device, and all ranks run
-    it. They stay until the process ends.
+    it. They stay until the process ends. All models share the memory of the first.
 
     Args:
         framework: Module that looks up ``get_forward_backward_func`` at each call; from now on it
@@ -63,15 +63,16 @@ class AttachedModels:
         if first not in self.graphs:
             for chunk in chunks:  # stages exchange the shapes of steps that do not fit
                 config_of(chunk).variable_seq_lengths = True
-            self.graphs[first] = graphs = self._attach(chunks)
+            other = next(iter(self.graphs.values()), None)
+            self.graphs[first] = graphs = self._attach(chunks, shares_memory_with=other)
             self._schedules[first] = graphs.wrap_forward_backward(self._get_schedule())
         self.graphs[first].wake()
         return self._schedules[first](**self._with_packings(keywords))
 
-    def sleep(self, first: nn.Module | None = None) -> None:
-        """Give the memory of graphs back until their next step; those of a first chunk, or all."""
-        for chunk, graphs in self.graphs.items():
-            if first in (None, chunk) and graphs.engine.backend.can_sleep:
+    def sleep(self, *_: Any, **__: Any) -> None:
+        """Give the memory of all graphs back until the next step."""
+        for graphs in list(self.graphs.values())[:1]:  # they share it
+            if graphs.engine.backend.can_sleep:
                 graphs.sleep()
 
 

@@ -27,7 +27,7 @@ def install(packing: Packing, options: CaptureOptions | None = None) -> Attached
     steps = import_module("nemo_rl.models.megatron.train")
     models = AttachedModels(steps, _with_packings, packing, options)
     worker = import_module(_WORKER).MegatronPolicyWorkerImpl
-    call_before(worker, "offload_before_refit", lambda *_: models.sleep())
+    call_before(worker, "offload_before_refit", models.sleep)
     return models
 
 

@@ -40,7 +40,7 @@ def install(args: Any, packing: Packing, options: CaptureOptions | None = None) 
     models = AttachedModels(import_module(f"{_BACKEND}.model"), with_packings, packing, options)
     # By then slime has destroyed process groups: graphs that hold them are dropped.
     saver = import_module(f"{_BACKEND}.actor").torch_memory_saver
-    call_before(saver, "pause", lambda *_, **__: models.sleep())
+    call_before(saver, "pause", models.sleep)
     return models
 
 

@@ -29,9 +29,9 @@ def install(packing: Packing, options: CaptureOptions | None = None) -> Attached
     engine = import_module("verl.workers.engine.megatron.transformer_impl")
     models = AttachedModels(engine, _with_packings, packing, options)
 
-    def sleep(self: Any, device: str, *_: Any, **__: Any) -> None:
-        if device == "cpu" and hasattr(self, "module"):
-            models.sleep(self.module[0])
+    def sleep(_: Any, device: str, **__: Any) -> None:
+        if device == "cpu":
+            models.sleep()
 
     call_before(engine.MegatronEngine, "to", sleep)  # when a context ends, and after a refit
     return models

@@ -122,6 +122,8 @@ class Loop:
         self.actor = engine_of(model.chunks, model.optimizer, pads=pads, offloads=self.offloads)
         # On a CPU verl would free parameters that it has not copied; `end_phase` moves them.
         self.reference = engine_of(bare, None, pads=pads, offloads=False)
+        if self.offloads:  # as when verl has built it
+            self.actor.to("cpu", model=True, optimizer=False, grad=True)
         self.results: list[torch.Tensor] = []
         self._taken: list[torch.Tensor] = []
         self.graphs = graphs
