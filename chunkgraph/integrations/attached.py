@@ -29,6 +29,8 @@ class AttachedModels:
     Args:
         framework: Module that looks up ``get_forward_backward_func`` at each call; from now on it
             finds `run`.
+        offload: A class or object, and the name of its method before which graphs sleep from now
+            on.
         with_packings: Adds ``packings`` to the keywords of a step, see
             `MegatronChunkGraphs.wrap_forward_backward`; it may replace others.
         packing: See `attach`.
@@ -42,6 +44,7 @@ class AttachedModels:
     def __init__(
         self,
         framework: Any,
+        offload: tuple[Any, str],
         with_packings: Callable[[Keywords], Keywords],
         packing: Packing,
         options: CaptureOptions | None,
@@ -54,6 +57,14 @@ class AttachedModels:
         self._schedules: dict[nn.Module, Callable[..., Any]] = {}
         self.graphs: dict[nn.Module, MegatronChunkGraphs] = {}
         framework.get_forward_backward_func = lambda: self.run
+        method = getattr(*offload)
+
+        @functools.wraps(method)
+        def asleep(*args: Any, **kwargs: Any) -> Any:
+            self.sleep()
+            return method(*args, **kwargs)
+
+        setattr(*offload, asleep)
 
     def run(self, **keywords: Any) -> Any:
         """Run one step with graphs, which wake if they sleep; see Megatron's schedules."""
@@ -69,23 +80,11 @@ class AttachedModels:
         self.graphs[first].wake()
         return self._schedules[first](**self._with_packings(keywords))
 
-    def sleep(self, *_: Any, **__: Any) -> None:
+    def sleep(self) -> None:
         """Give the memory of all graphs back until the next step."""
         for graphs in list(self.graphs.values())[:1]:  # they share it
             if graphs.engine.backend.can_sleep:
                 graphs.sleep()
-
-
-def call_before(owner: Any, name: str, action: Callable[..., None]) -> None:
-    """Replace a method by one that calls ``action`` first, with the same arguments."""
-    method = getattr(owner, name)
-
-    @functools.wraps(method)
-    def with_action(*args: Any, **kwargs: Any) -> Any:
-        action(*args, **kwargs)
-        return method(*args, **kwargs)
-
-    setattr(owner, name, with_action)
 
 
 def refuse(framework: str, settings: dict[str, bool]) -> None:

@@ -5,14 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from chunkgraph.engine import CaptureOptions
-from chunkgraph.integrations.attached import (
-    AttachedModels,
-    Keywords,
-    Packing,
-    call_before,
-    drawn,
-    refuse,
-)
+from chunkgraph.integrations.attached import AttachedModels, Keywords, Packing, drawn, refuse
 
 _WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 
@@ -25,10 +18,8 @@ def install(packing: Packing, options: CaptureOptions | None = None) -> Attached
         options: See `AttachedModels`.
     """
     steps = import_module("nemo_rl.models.megatron.train")
-    models = AttachedModels(steps, _with_packings, packing, options)
-    worker = import_module(_WORKER).MegatronPolicyWorkerImpl
-    call_before(worker, "offload_before_refit", models.sleep)
-    return models
+    offload = import_module(_WORKER).MegatronPolicyWorkerImpl, "offload_before_refit"
+    return AttachedModels(steps, offload, _with_packings, packing, options)
 
 
 def _with_packings(keywords: Keywords) -> Keywords:

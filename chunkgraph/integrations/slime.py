@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from chunkgraph.engine import CaptureOptions
-from chunkgraph.integrations.attached import AttachedModels, Keywords, Packing, call_before, refuse
+from chunkgraph.integrations.attached import AttachedModels, Keywords, Packing, refuse
 
 _BACKEND = "slime.backends.megatron_utils"
 
@@ -37,11 +37,10 @@ def install(args: Any, packing: Packing, options: CaptureOptions | None = None) 
         packings = [_packed([len(tokens[i]) for i in own], multiple, size) for own in indices]
         return {**keywords, "packings": packings}
 
-    models = AttachedModels(import_module(f"{_BACKEND}.model"), with_packings, packing, options)
     # By then slime has destroyed process groups: graphs that hold them are dropped.
-    saver = import_module(f"{_BACKEND}.actor").torch_memory_saver
-    call_before(saver, "pause", models.sleep)
-    return models
+    offload = import_module(f"{_BACKEND}.actor").torch_memory_saver, "pause"
+    steps = import_module(f"{_BACKEND}.model")
+    return AttachedModels(steps, offload, with_packings, packing, options)
 
 
 def _packed(lengths: list[int], multiple: int, size: int) -> list[int]:

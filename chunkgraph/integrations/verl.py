@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
 from importlib import import_module
-from typing import Any
 
 from chunkgraph.engine import CaptureOptions
-from chunkgraph.integrations.attached import (
-    AttachedModels,
-    Keywords,
-    Packing,
-    call_before,
-    drawn,
-    refuse,
-)
+from chunkgraph.integrations.attached import AttachedModels, Keywords, Packing, drawn, refuse
 from chunkgraph.megatron.site import config_of
 
 
@@ -27,32 +18,26 @@ def install(packing: Packing, options: CaptureOptions | None = None) -> Attached
         options: See `AttachedModels`.
     """
     engine = import_module("verl.workers.engine.megatron.transformer_impl")
-    models = AttachedModels(engine, _with_packings, packing, options)
-
-    def sleep(_: Any, device: str, **__: Any) -> None:
-        if device == "cpu":
-            models.sleep()
-
-    call_before(engine.MegatronEngine, "to", sleep)  # when a context ends, and after a refit
-    return models
+    # Called when a context ends, and after a refit.
+    offload = engine.MegatronEngine, "to"
+    return AttachedModels(engine, offload, _with_packings, packing, options)
 
 
 def _with_packings(keywords: Keywords) -> Keywords:
     """Pack sequences as the forward step will; refuse what no graph can hold."""
     engine = keywords["forward_step_func"].func.__self__
     settings, fp8 = engine.engine_config, config_of(engine.module[0]).fp8
-    is_on = partial(getattr, settings)
     refuse(
         "verl",
         {
             "use_remove_padding=False": not settings.use_remove_padding,
-            "dynamic_context_parallel": is_on("dynamic_context_parallel", False),
-            "use_fused_kernels": is_on("use_fused_kernels", False),
+            "dynamic_context_parallel": getattr(settings, "dynamic_context_parallel", False),
+            "use_fused_kernels": getattr(settings, "use_fused_kernels", False),
             "router_replay": engine.enable_routing_replay,
         },
     )
     options = {"use_fp8_padding": fp8 in ("e4m3", "hybrid")}
-    if is_on("pad_to_length", False):
+    if getattr(settings, "pad_to_length", False):
         options["pad_to_length_bucket"] = settings.pad_to_length_bucket
     pack = import_module("verl.models.mcore.util").preprocess_thd_engine
     batches, keywords = drawn(keywords)
