@@ -135,6 +135,7 @@ def _follows(model_chunks: Sequence[nn.Module], groups: ContextGroups) -> bool:
     """Return whether `follow_groups` was called for every layer of a model, with these groups."""
     modules = [module for chunk in model_chunks for module in chunk.modules()]
     routers = [layer for _, _, layer in _layers_with_routers(model_chunks) if _shares_rows(layer)]
+    marks: list[tuple[nn.Module, str, Any]]
     marks = [(module, _HOOK_MARK, True) for module in modules if _is_attention(module)]
     marks += [(layer, _ROUTER_GROUPS, groups) for layer in routers]
     return all(
