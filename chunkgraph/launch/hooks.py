@@ -43,6 +43,7 @@ from chunkgraph.launch.patches import (
     write_scalars,
 )
 from chunkgraph.launch.step_records import mark
+from chunkgraph.launch.validation import StepChecks
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of, eager_driver
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.core.agreement import exchange_between
@@ -157,6 +158,7 @@ class ChunkGraphsInPretrain:
                 self._attach(self.flags, model, chunks, undo)
                 if optimizer is not None and self.flags.capture.captures_optimizer:
                     self._attach_optimizer(optimizer, undo)
+                    undo.callback(StepChecks().close)
             elif self._schedule != "auto":
                 self._driver = eager_driver(chunks, self._schedule)
                 undo.callback(self._driver.close)
