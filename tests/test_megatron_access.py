@@ -26,7 +26,7 @@ from chunkgraph.megatron.core.access import versions
 
 PACKAGE = Path(__file__).parents[1] / "chunkgraph"
 OUTSIDE = {"megatron", "transformer_engine"}
-MODULE_ROOMS = {"launch", "megatron", "trainer"}
+MODULE_ROOMS = {"integrations", "launch", "megatron", "trainer"}
 """Rooms that import modules of Megatron or Transformer Engine."""
 _MODULES_OF_TORCH = {"_C", "_autograd", "_dynamo", "guards", "_ops"}
 # Of the standard library, of peft and Megatron-Bridge (whose effect tests show), parts of texts.

@@ -17,16 +17,14 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from megatron.bridge.training import eval as evaluation
-from megatron.bridge.training import train
-from megatron.bridge.training.callbacks import Callback, CallbackContext
-
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach
-from chunkgraph.megatron.core.access import patch_attributes
+from chunkgraph.megatron.core.access import import_megatron, patch_attributes
+
+_CALLBACKS = import_megatron("megatron.bridge.training.callbacks")
 
 
-class ChunkGraphsCallback(Callback):  # type: ignore[misc]
+class ChunkGraphsCallback(_CALLBACKS.Callback):  # type: ignore[misc, name-defined]
     """Attach chunk graphs when training starts, and detach them when it ends.
 
     Create it before ``pretrain()``, on every rank, for one training: Bridge's loop asks for the
@@ -45,7 +43,8 @@ class ChunkGraphsCallback(Callback):  # type: ignore[misc]
         self.graphs: MegatronChunkGraphs | None = None
         self._options = options
         self._undo = ExitStack()
-        for module in (train, evaluation):
+        for name in ("train", "eval"):
+            module = import_megatron(f"megatron.bridge.training.{name}")
             get = partial(self._late_bound, module.get_forward_backward_func)
             self._undo.callback(patch_attributes(module, {"get_forward_backward_func": get}))
 
@@ -60,7 +59,7 @@ class ChunkGraphsCallback(Callback):  # type: ignore[misc]
 
         return forward_backward
 
-    def on_train_start(self, context: CallbackContext) -> None:
+    def on_train_start(self, context: Any) -> None:
         """Attach graphs to the model, which is wrapped and loaded now.
 
         Raises:
@@ -76,7 +75,7 @@ class ChunkGraphsCallback(Callback):  # type: ignore[misc]
         if self._options.get("scope", "auto") == "auto":
             self.graphs.capture_optimizer(context.optimizer)
 
-    def on_train_end(self, context: CallbackContext) -> None:  # noqa: ARG002
+    def on_train_end(self, context: Any) -> None:  # noqa: ARG002
         """Detach the graphs, and give Bridge its schedules back."""
         self.graphs = None
         self._undo.close()

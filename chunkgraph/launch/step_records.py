@@ -66,7 +66,8 @@ class StepRecorder(Observer):
         self._num_warmup = int(getattr(args, "cuda_graph_warmup_steps", 3)) + 2
         self._last = self._num_warmup + self._num_steps + _NUM_TRACED
         vars(args).update({name: _WITHOUT_OUTPUT[name] for name in _WITHOUT_OUTPUT if name in args})
-        args.train_iters = max(args.train_iters or 0, self._last)
+        if args.train_iters is not None:  # otherwise the number of samples is given
+            args.train_iters = max(args.train_iters, self._last)
         args.chunkgraph = self._run == "chunk"
         if self._run != "chunk":
             vars(args).update(dict.fromkeys(item.dest for item in FLAGS))

@@ -44,7 +44,6 @@ def bridge(one_rank: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     for name in ("train", "eval"):
         modules[name].get_forward_backward_func = get_forward_backward_func  # type: ignore[attr-defined]
     modules["callbacks"].Callback = Events  # type: ignore[attr-defined]
-    modules["callbacks"].CallbackContext = SimpleNamespace  # type: ignore[attr-defined]
     vars(modules["training"]).update(train=modules["train"], eval=modules["eval"], __path__=[])
     monkeypatch.setitem(sys.modules, "megatron.bridge", ModuleType("megatron.bridge"))
     for name, module in modules.items():

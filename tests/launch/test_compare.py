@@ -10,9 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from launch_arguments import arguments
 from training_needs import NEEDS_TRAINING
+
+from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
@@ -24,7 +29,7 @@ FLAGS = shlex.split(
     "--hidden-dropout 0.1 --data-cache-path cache"
 )
 
-pytestmark = [pytest.mark.megatron, NEEDS_TRAINING, pytest.mark.slow]
+pytestmark = [pytest.mark.megatron, NEEDS_TRAINING]
 
 
 def steps_of(path: Path) -> list[list[str]]:
@@ -33,6 +38,7 @@ def steps_of(path: Path) -> list[list[str]]:
     return [[*re.findall(r"'lm loss': '(\S+)'", line), line.split()[1]] for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_command_line_is_compared_and_leaves_nothing_behind(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
@@ -73,6 +79,36 @@ def test_a_command_line_is_compared_and_leaves_nothing_behind(tmp_path: Path) ->
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.parametrize("run", ["eager", "chunk", "local"])
+@pytest.mark.parametrize("num_iters", [None, 3, 99])
+def test_the_arguments_of_a_run(run: str, num_iters: int | None, tmp_path: Path) -> None:
+    with cpu_pretrain_host():
+        from chunkgraph.launch.step_records import StepRecorder
+
+        hooks: Any = SimpleNamespace(parsed=lambda _: None, graphs=None)
+        recorder = StepRecorder(hooks, run=run, num_steps=4, folder=str(tmp_path))
+        args = arguments(
+            cuda_graph_impl="transformer_engine",
+            cuda_graph_verify="poison",
+            train_iters=num_iters,
+            save="saved",
+            optimizer_cuda_graph=True,
+        )
+        hooks.parsed(args)
+        recorder.close()
+    # 3 + 2 steps for captures, 4 that are measured, 2 that are traced.
+    assert args.train_iters == (num_iters and max(num_iters, 11))
+    assert args.save is None
+    assert not args.optimizer_cuda_graph
+    assert args.chunkgraph == (run == "chunk")
+    if run == "chunk":
+        assert args.cuda_graph_verify == "poison"
+    else:
+        assert (args.cuda_graph_granularity, args.cuda_graph_verify) == ("layer", None)
+        assert args.cuda_graph_impl == {"eager": "none"}.get(run, run)
+
+
+@pytest.mark.slow
 def test_a_normal_run_tells_what_a_step_takes(
     tmp_path: Path, run_ranks: Callable[..., tuple[list[int], str]]
 ) -> None:
