@@ -24,7 +24,8 @@ class AttachedModels:
     """Run the schedule of each of a framework's models with graphs of its own.
 
     A model gets its graphs when it first runs: then it has memory on the device, and all ranks run
-    it. They stay until the process ends. All models share the memory of the first.
+    it. They stay until the process ends. Without paged slots, all models
+    share the memory of the first.
 
     Args:
         framework: Module that looks up ``get_forward_backward_func`` at each call; from now on it
@@ -52,7 +53,7 @@ class AttachedModels:
         if options is None:
             options = CaptureOptions(on_moved_memory="recapture", can_sleep=True)
         self._attach = functools.partial(attach, packing=packing, options=options)
-        self._with_packings = with_packings
+        self._with_packings, self._has_pages = with_packings, options.has_pages
         self._get_schedule = framework.get_forward_backward_func
         self._schedules: dict[nn.Module, Callable[..., Any]] = {}
         self.graphs: dict[nn.Module, MegatronChunkGraphs] = {}
@@ -68,21 +69,22 @@ class AttachedModels:
 
     def run(self, **keywords: Any) -> Any:
         """Run one step with graphs, which wake if they sleep; see Megatron's schedules."""
+        keywords = self._with_packings(keywords)
         model = keywords["model"]
         chunks = [model] if isinstance(model, nn.Module) else [*model]
         first = chunks[0]
         if first not in self.graphs:
             for chunk in chunks:  # stages exchange the shapes of steps that do not fit
                 config_of(chunk).variable_seq_lengths = True
-            other = next(iter(self.graphs.values()), None)
+            other = None if self._has_pages else next(iter(self.graphs.values()), None)
             self.graphs[first] = graphs = self._attach(chunks, shares_memory_with=other)
             self._schedules[first] = graphs.wrap_forward_backward(self._get_schedule())
         self.graphs[first].wake()
-        return self._schedules[first](**self._with_packings(keywords))
+        return self._schedules[first](**keywords)
 
     def sleep(self) -> None:
         """Give the memory of all graphs back until the next step."""
-        for graphs in list(self.graphs.values())[:1]:  # they share it
+        for graphs in self.graphs.values():
             if graphs.engine.backend.can_sleep:
                 graphs.sleep()
 

@@ -55,12 +55,12 @@ def test_engines_have_the_bits_of_verl_alone(
             assert actor["banks"] == ["32 tokens", "64 tokens", "96 tokens"]
             assert reference["fallbacks"] == {"forward only": 1}
             assert (actor["replayed"], reference["replayed"]) == (2 * num_cycles - 1, 0)
-            # Captured once; offloading in each cycle moves parameters, and each moves graphs.
-            assert actor["sessions"] == 1 + moves * (num_cycles - 1)
+            # Captured once, or again where loading has given parameters other memory.
+            assert 1 + moves <= actor["sessions"] <= 1 + moves * (num_cycles - 1)
             # The second run shares the memory of the first, and so its sleep.
             assert actor["asleep"] >= 2 * num_cycles - 1
             for of in (actor, reference):
                 assert (of["scope"], of["forward_replayed"]) == ("chunk", num_cycles - 1)
-                assert of["forward_sessions"] == 1 + moves * (num_cycles - 2)
+                assert 1 + moves <= of["forward_sessions"] <= 1 + moves * (num_cycles - 2)
                 assert of["eager_calls"] == 0
             assert reference["asleep"] >= num_cycles - 1

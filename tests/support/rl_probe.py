@@ -175,7 +175,9 @@ class Loop:
     def cycle(self, number: int) -> None:
         """Run one cycle."""
         parameters = [p for chunk in self.model.chunks for p in chunk.parameters()]
-        self.run_pass(10 * number, forward_only=True)
+        # Twice in a row, on one replica alone: no rank may capture or replay by itself.
+        is_long = number in (2, 3) and not (self._is_interleaved or self._replica)
+        self.run_pass(10 * number, forward_only=True, scale=1 + 3 * is_long)
         policy = [p.detach().clone() for p in parameters]
         with torch.no_grad():
             for p in parameters:
