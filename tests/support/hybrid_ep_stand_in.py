@@ -60,7 +60,7 @@ def _dispatch(
         num_rows = int(chosen.sum())
     rows = ChosenRows.of(chosen, num_rows, are_exact=num_permuted_tokens is None)
     received, weights = _Dispatch.apply(x, probs, chosen, rows, group, first)
-    counts = torch.diff(rows.ends, prepend=rows.ends.new_zeros(1)).to(torch.int32)
+    counts = torch.diff(rows.splits.ends, prepend=rows.splits.ends.new_zeros(1)).to(torch.int32)
     overflow = (chosen.sum() > num_rows).to(torch.int32)
     return received, weights, None, counts, (rows, x.shape[0], group, *[None] * 7, overflow)
 
@@ -97,7 +97,7 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         num = ctx.num_tokens
         of_x = _summed(of_rows, ctx.rows, num, ctx.group)
-        num_local = ctx.rows.ends.shape[0]
+        num_local = ctx.rows.splits.ends.shape[0]
         num_all = num * dist.get_world_size(ctx.group)
         of_pairs = of_weights.new_zeros(num_local * num_all)
         of_pairs = of_pairs.index_add(0, ctx.rows.pairs, ctx.rows.clear(of_weights))

@@ -8,8 +8,8 @@
 Effects inside the block, undone on exit:
 
 * ``device="cuda"`` in factories, ``.to("cuda")``, ``.cuda()`` and pinned memory mean the CPU;
-* ``torch.cuda`` streams and events do nothing, ``torch.cuda`` random-number calls use the CPU
-  generator, and ``torch.cuda.is_available()`` is false even next to a GPU;
+* ``torch.cuda`` streams do nothing, events hold the host's time, random-number calls of
+  ``torch.cuda`` use the CPU generator, and ``torch.cuda.is_available()`` is false;
 * the norm of gradients reads no device, as on a GPU;
 * Megatron's RNG tracker switches states of the CPU generator in a way that a graph can repeat,
   and recomputation restores them;
@@ -28,6 +28,7 @@ import inspect
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -107,10 +108,14 @@ class _Done:
 
 
 class _Event(_Done):
-    record = wait = _nothing
+    wait = _nothing
+    _recorded_s = 0.0
 
-    def elapsed_time(self, _other: object) -> float:
-        return 0.0
+    def record(self, *_: object) -> None:
+        self._recorded_s = time.perf_counter()
+
+    def elapsed_time(self, other: _Event) -> float:
+        return (other._recorded_s - self._recorded_s) * 1e3
 
 
 class _Stream(_Done):

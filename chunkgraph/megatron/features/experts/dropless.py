@@ -24,7 +24,12 @@ from chunkgraph.megatron.features.experts.dropless_dispatch import (
     Dispatch,
 )
 from chunkgraph.megatron.features.experts.dropless_experts import expert_linears, experts_on_device
-from chunkgraph.megatron.features.experts.grouped_gemm import choose_gemm, lay_together
+from chunkgraph.megatron.features.experts.grouped_gemm import (
+    NativeGemm,
+    choose_gemm,
+    lay_together,
+    lie_reversed,
+)
 from chunkgraph.megatron.features.experts.hybrid_ep import HybridEPRows
 from chunkgraph.megatron.features.experts.room import Room, RowCounts
 from chunkgraph.megatron.features.experts.unique_indices import scattered_routes
@@ -129,7 +134,9 @@ class Dropless:
             stack.enter_context(experts_on_device(self._measure_rows))
             if self._sinkhorn is not None:
                 stack.callback(self._sinkhorn.install())
-            for dispatch in self._dispatches:
+            for experts, dispatch in zip(self._experts, self._dispatches, strict=True):
+                weights = expert_linears(experts) if self._needs_one_tensor else ()
+                dispatch.are_reversed = bool(weights) and all(map(lie_reversed, weights))
                 stack.callback(dispatch.on_device())
             yield
 
@@ -155,6 +162,7 @@ class Dropless:
         """
         dtypes = {w.dtype for e in self._experts for ws in expert_linears(e) for w in ws}
         text, recipe = "", fp8_recipe(self._experts[0].config)
+        self._needs_one_tensor = True
         for dtype in dtypes:
             gemm, text = choose_gemm(device, dtype, recipe)
             if gemm is None:
@@ -162,6 +170,7 @@ class Dropless:
                     f"Experts without moe_expert_capacity_factor cannot be captured here: {text}. "
                     "Or set moe_expert_capacity_factor and moe_pad_expert_input_to_capacity=True."
                 )
+            self._needs_one_tensor &= not isinstance(gemm, NativeGemm)
         return text
 
 

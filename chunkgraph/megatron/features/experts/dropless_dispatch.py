@@ -24,7 +24,6 @@ from chunkgraph.megatron.features.experts.dropless_rows import (
     pieces_of,
 )
 from chunkgraph.megatron.features.experts.room import Room, RowCounts
-from chunkgraph.megatron.features.experts.unique_indices import sum_rows, take_rows
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 
@@ -40,11 +39,14 @@ class Dispatch:
 
     Attributes:
         tensors: Tensors that a captured forward changes, in addition to the counts.
+        are_reversed: Whether the rows of the last local expert come first, where sums of a token's
+            rows do not depend on it.
     """
 
     name = ""
     names: tuple[str, ...] = ()
     tensors: tuple[torch.Tensor, ...] = ()
+    are_reversed = False
 
     def __init__(
         self, layer: Any, room: Room, counts: RowCounts, index: int, *, has_padding: bool
@@ -96,19 +98,15 @@ class Dispatch:
         return num_tokens * min(self._top_k, self._num_local)
 
     def _summed(
-        self,
-        rows: torch.Tensor,
-        places: torch.Tensor,
-        *,
-        is_fused: bool,
-        routing_map: torch.Tensor | None = None,
+        self, rows: torch.Tensor, *, is_fused: bool, routing_map: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the sum of each token's rows."""
         shape = self._megatrons.hidden_shape_before_permute
         if not is_fused:
-            return sum_rows(rows, places, shape[0])
+            assert self._chosen is not None
+            return self._chosen.sum_rows(self._chosen.clear(rows), shape[0])
         summed: torch.Tensor = self._module.unpermute(
-            rows, places, restore_shape=shape, routing_map=routing_map, fused=True
+            rows, self._places, restore_shape=shape, routing_map=routing_map, fused=True
         )
         return summed
 
@@ -163,10 +161,15 @@ class AllToAllRows(Dispatch):
             )
             self._splits = DeviceSplits(chosen.sum(0).cumsum(0).int())
             return rows, row_probs
-        self._chosen = ChosenRows.of(chosen, num_rows, are_exact=not self._has_padding)
-        self._places, self._splits = self._chosen.tokens, DeviceSplits(self._chosen.ends)
-        rows = self._chosen.clear(take_rows(hidden, self._places))
-        return rows, self._chosen.take(probs)
+        self._chosen = ChosenRows.of(
+            chosen,
+            num_rows,
+            are_exact=not self._has_padding,
+            # Else the rows are sorted by rank, and again where they are received.
+            are_reversed=self.are_reversed and self._num_ranks * megatrons.tp_size == 1,
+        )
+        self._splits = self._chosen.splits
+        return self._chosen.take_rows(hidden), self._chosen.take(probs)
 
     def token_dispatch(
         self, rows: torch.Tensor, probs: torch.Tensor
@@ -203,7 +206,7 @@ class AllToAllRows(Dispatch):
         counts = gather(splits.counts, group=megatrons.tp_ep_group)
         counts = counts.view(self._num_ranks, megatrons.tp_size, -1).transpose(0, 1)
         counts = counts[:, :, self._local].reshape(num_sources, self._num_local)
-        self._by_expert, splits = paired_rows(counts, piece)
+        self._by_expert, splits = paired_rows(counts, piece, are_reversed=self.are_reversed)
         return self._by_expert.move(rows), splits, self._by_expert.move(probs)
 
     def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:
@@ -231,10 +234,7 @@ class AllToAllRows(Dispatch):
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
         """Add up the results of each token."""
         megatrons = self._megatrons
-        assert self._places is not None
-        if self._chosen is not None:
-            rows = self._chosen.clear(rows)
-        output = self._summed(rows, self._places, is_fused=self._is_fused)
+        output = self._summed(rows, is_fused=self._is_fused)
         self._chosen = self._by_expert = self._cut = None
         self._places = self._splits = megatrons.probs = None
         output = output.view(megatrons.hidden_shape)
@@ -266,30 +266,30 @@ class AllGatherRows(Dispatch):
         num_rows = num_tokens * self._top_k
         if self._num_ranks > 1:
             num_rows = self._bounded(num_tokens, chosen.sum())
-        self._chosen = ChosenRows.of(chosen, num_rows, are_exact=are_exact)
-        if self._is_fused and are_exact:
+        is_fused = self._is_fused and are_exact
+        self._chosen = ChosenRows.of(
+            chosen,
+            num_rows,
+            are_exact=are_exact,
+            are_reversed=self.are_reversed and not is_fused,
+        )
+        if is_fused:
             rows, _, self._places, *_ = self._module.permute(
                 hidden, chosen, num_out_tokens=num_rows, fused=True
             )
         else:
-            self._places = self._chosen.tokens
-            rows = self._chosen.clear(take_rows(hidden, self._places))
+            rows = self._chosen.take_rows(hidden)
         megatrons.local_map, megatrons.routing_map = chosen, None
         megatrons.local_probs = probs.new_empty(0)  # Megatron combines rows in its dtype
         local_probs = self._chosen.take(probs[:, self._local].contiguous())
-        return rows, DeviceSplits(self._chosen.ends), local_probs
+        return rows, self._chosen.splits, local_probs
 
     def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:
         """Add up the local results of each token."""
         megatrons, chosen = self._megatrons, self._chosen
         assert chosen is not None
-        assert self._places is not None
-        output = self._summed(
-            chosen.clear(rows),
-            self._places,
-            is_fused=self._is_fused and chosen.unused is None,
-            routing_map=megatrons.local_map,
-        )
+        is_fused = self._is_fused and chosen.unused is None
+        output = self._summed(rows, is_fused=is_fused, routing_map=megatrons.local_map)
         self._chosen = self._places = megatrons.local_map = None
         return output
 

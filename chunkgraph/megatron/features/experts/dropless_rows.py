@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from chunkgraph.megatron.features.experts.unique_indices import take_once
+from chunkgraph.megatron.features.experts.unique_indices import sum_rows, take_once, take_rows
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,11 @@ class DeviceSplits:
 
     Attributes:
         ends: End of each local expert's rows, shape [experts], int32, on the device.
+        are_reversed: Whether the last expert comes first.
     """
 
     ends: torch.Tensor
+    are_reversed: bool = False
     _offsets: dict[int, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def tolist(self) -> DeviceSplits:
@@ -60,27 +62,30 @@ class ChosenRows:
             the rows of one token one after the other.
         tokens: Index of the row's token, shape [num_rows].
         has_row: Whether each pair of the transposed map has a row, flat, bool.
-        ends: End of each expert's rows, shape [experts], int32.
+        splits: Rows of each expert.
         unused: True for rows without a pair, shape [num_rows]; None if all rows are in use.
     """
 
     pairs: torch.Tensor
     tokens: torch.Tensor
     has_row: torch.Tensor
-    ends: torch.Tensor
+    splits: DeviceSplits
     unused: torch.Tensor | None
 
     @classmethod
-    def of(cls, chosen: torch.Tensor, num_rows: int, *, are_exact: bool) -> ChosenRows:
+    def of(
+        cls, chosen: torch.Tensor, num_rows: int, *, are_exact: bool, are_reversed: bool = False
+    ) -> ChosenRows:
         """Sort the pairs of a map.
 
         Args:
             chosen: Whether a token chose an expert, shape [tokens, experts], bool.
             num_rows: Rows of the buffer; pairs that exceed it are omitted.
             are_exact: Whether the number of chosen pairs is always ``num_rows``.
+            are_reversed: Whether the rows of the last expert come first.
         """
         num_tokens, num_experts = chosen.shape
-        by_expert = chosen.t().reshape(-1)
+        by_expert = (chosen.flip(1) if are_reversed else chosen).t().reshape(-1)
         place = by_expert.cumsum(0)
         # The first pair up to which so many are chosen.
         numbers = torch.arange(1, num_rows + 1, device=place.device)
@@ -94,14 +99,24 @@ class ChosenRows:
             pairs=pairs,
             tokens=pairs % num_tokens,
             has_row=by_expert,
-            ends=ends.int(),
+            splits=DeviceSplits(ends.int(), are_reversed),
             unused=None if are_exact else numbers > ends[-1],
         )
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """Return the value of each row's pair, from ``values`` [tokens, experts]."""
-        by_expert = values.t().contiguous().view(-1)
-        return self.clear(take_once(by_expert, self.pairs, self.has_row))
+        by_expert = (values.flip(1) if self.splits.are_reversed else values).t().contiguous()
+        return self.clear(take_once(by_expert.view(-1), self.pairs, self.has_row))
+
+    def take_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the value of each row's token, from ``values`` [tokens, ...]."""
+        are_reversed = self.splits.are_reversed
+        return self.clear(take_rows(values, self.tokens, are_reversed=are_reversed))
+
+    def sum_rows(self, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return the sum of each token's rows, added in the order of the experts."""
+        are_reversed = self.splits.are_reversed
+        return sum_rows(rows, self.tokens, num_tokens, are_reversed=are_reversed)
 
     def clear(self, rows: torch.Tensor) -> torch.Tensor:
         """Return ``rows`` with zeros in unused rows, also for gradients in the backward."""
@@ -193,12 +208,15 @@ def pieces_of(counts: torch.Tensor, num_rows: int, piece: int) -> Shuffle:
     )
 
 
-def paired_rows(counts: torch.Tensor, piece: int) -> tuple[Shuffle, DeviceSplits]:
+def paired_rows(
+    counts: torch.Tensor, piece: int, *, are_reversed: bool = False
+) -> tuple[Shuffle, DeviceSplits]:
     """Sort pieces of equal size, one from each rank, in which rows are sorted by expert.
 
     Args:
         counts: Rows of each expert in each piece, shape [ranks, experts].
         piece: Rows of a piece; rows that exceed it are missing from the piece.
+        are_reversed: Whether the sorted rows of the last expert come first.
 
     Returns:
         Shuffle from the pieces to rows sorted by expert, then by rank, and the rows of each expert.
@@ -207,8 +225,10 @@ def paired_rows(counts: torch.Tensor, piece: int) -> tuple[Shuffle, DeviceSplits
     ends = counts.cumsum(1).clamp(max=piece)
     begins = torch.nn.functional.pad(ends[:, :-1], (1, 0))
     counts = ends - begins
-    by_expert = counts.t().reshape(-1)
+    sorted_counts = counts.flip(1) if are_reversed else counts
+    by_expert = sorted_counts.t().reshape(-1)
     targets = (by_expert.cumsum(0) - by_expert).view(-1, num_ranks).t()
+    targets = targets.flip(1) if are_reversed else targets
     pieces = torch.arange(num_ranks, device=counts.device)[:, None] * piece
     shuffle = Shuffle(
         (begins + pieces).view(-1),
@@ -217,7 +237,7 @@ def paired_rows(counts: torch.Tensor, piece: int) -> tuple[Shuffle, DeviceSplits
         num_sources=num_ranks * piece,
         num_targets=num_ranks * piece,
     )
-    return shuffle, DeviceSplits(counts.sum(0).cumsum(0).int())
+    return shuffle, DeviceSplits(sorted_counts.sum(0).cumsum(0).int(), are_reversed)
 
 
 def padded_rows(splits: DeviceSplits, num_rows: int, multiple: int) -> tuple[Shuffle, DeviceSplits]:

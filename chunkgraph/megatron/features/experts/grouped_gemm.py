@@ -285,12 +285,13 @@ def grouped_linear(
         gemm: See `choose_gemm`.
         rows: Rows sorted by expert, shape [num_rows, in].
         splits: Rows of each expert.
-        weights: Weights, each of shape [out, in].
+        weights: Weights, each of shape [out, in], first expert first.
 
     Returns:
         Tensor of shape [num_rows, out]; rows after the last end are undefined.
     """
-    result: torch.Tensor = _GroupedLinear.apply(gemm, splits, rows, *weights)
+    in_order = weights[::-1] if splits.are_reversed else weights
+    result: torch.Tensor = _GroupedLinear.apply(gemm, splits, rows, *in_order)
     return result
 
 
@@ -303,12 +304,13 @@ def add_biases(
         gemm: See `choose_gemm`.
         num_rows: Rows of the buffer.
         splits: Rows of each expert.
-        biases: Biases, each of shape [out].
+        biases: Biases, each of shape [out], first expert first.
     """
     ends = splits.ends
     places = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
     experts = torch.searchsorted(ends, places, right=True).clamp(max=len(biases) - 1)
-    result: torch.Tensor = _BiasRows.apply(gemm, splits, experts, *biases)
+    in_order = biases[::-1] if splits.are_reversed else biases
+    result: torch.Tensor = _BiasRows.apply(gemm, splits, experts, *in_order)
     return result
 
 
@@ -324,6 +326,14 @@ def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack([weight.detach() for weight in weights])
     shape = (len(weights), *first.shape)
     return first.as_strided(shape, (step_bytes // first.element_size(), *first.stride()))
+
+
+def lie_reversed(weights: Sequence[torch.Tensor]) -> bool:
+    """Return whether `as_one` copies weights in their order, but not in reverse order.
+
+    Megatron's buffers hold the last parameter first.
+    """
+    return _even_step_bytes(weights) is None and _even_step_bytes(weights[::-1]) is not None
 
 
 def lay_together(weights: Sequence[torch.nn.Parameter]) -> None:

@@ -19,21 +19,29 @@ _ROUTER = "megatron.core.transformer.moe.router"
 _ROUTING = "topk_routing_with_score_function"
 
 
-def take_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return ``rows`` at ``places``, which are all inside, with gradients."""
-    taken: torch.Tensor = _Rows.apply(rows, places, None)
+def take_rows(
+    rows: torch.Tensor, places: torch.Tensor, *, are_reversed: bool = False
+) -> torch.Tensor:
+    """Return ``rows`` at ``places``, which are all inside, with gradients.
+
+    Gradients are added as by `sum_rows`.
+    """
+    taken: torch.Tensor = _Rows.apply(rows, places, None, are_reversed)
     return taken
 
 
-def sum_rows(rows: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
+def sum_rows(
+    rows: torch.Tensor, places: torch.Tensor, num_rows: int, *, are_reversed: bool = False
+) -> torch.Tensor:
     """Return ``num_rows`` rows, each the sum of those that name it, with gradients.
 
     Args:
         rows: Rows, shape [n, ...].
         places: Index of the sum to which a row is added, shape [n], all inside.
         num_rows: Number of sums.
+        are_reversed: Add the last row first, if the sums have an order at all.
     """
-    summed: torch.Tensor = _Rows.apply(rows, places, num_rows)
+    summed: torch.Tensor = _Rows.apply(rows, places, num_rows, are_reversed)
     return summed
 
 
@@ -42,25 +50,29 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, places: torch.Tensor, num_sums: int | None
+        ctx: Any, rows: torch.Tensor, places: torch.Tensor, num_sums: int | None, are_reversed: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(places)
         ctx.num_sums = rows.shape[0] if num_sums is None else None
-        return _taken_or_summed(rows, places, num_sums)
+        ctx.are_reversed = are_reversed
+        return _taken_or_summed(rows, places, num_sums, are_reversed)
 
     @staticmethod
-    def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (places,) = ctx.saved_tensors
-        return _taken_or_summed(grads, places, ctx.num_sums), None, None
+        return _taken_or_summed(grads, places, ctx.num_sums, ctx.are_reversed), None, None, None
 
 
 def _taken_or_summed(
-    rows: torch.Tensor, places: torch.Tensor, num_sums: int | None
+    rows: torch.Tensor, places: torch.Tensor, num_sums: int | None, are_reversed: bool
 ) -> torch.Tensor:
     if num_sums is None:
         return rows.index_select(0, places)
     sums = rows.new_zeros(num_sums, *rows.shape[1:])
-    if rows.is_cuda and torch.are_deterministic_algorithms_enabled():
+    is_ordered = torch.are_deterministic_algorithms_enabled()
+    if are_reversed and (is_ordered or not rows.is_cuda):
+        rows, places = rows.flip(0), places.flip(0)
+    if rows.is_cuda and is_ordered:
         # The kernel of a deterministic index_add_, without its copy of the rows and its checks of
         # the indices, which are seven kernels.
         unsafe: Any = torch.ops.aten._index_put_impl_

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from expert_cases import BIASED, EXPERTS, GROUPED, OVERLAP, case
+from extended_config import config_from_mapping
 from packed_cases import all_but_the_first_replay
 from small_settings import RECOMPUTED
 
 from chunkgraph.megatron.features.experts.dropless import BoundedSinkhorn
 from chunkgraph.megatron.features.experts.room import Room
+from chunkgraph.trainer.trained_model import TrainedModel
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 
@@ -21,16 +23,21 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
 _PLAIN = {"swiglu": False, "add_bias_linear": False}
 _GATHERED = {"moe_token_dispatcher_type": "allgather"}
 _RANDOM_LOADS = {"moe_router_force_load_balancing": True}
+_SHARDED = {"use_distributed_optimizer": True}
 
 
 def _split(
-    make_config: Callable[..., dict[str, Any]], experts: dict[str, Any], **pipeline: int
+    make_config: Callable[..., dict[str, Any]],
+    experts: dict[str, Any],
+    train: dict[str, Any] | None = None,
+    **pipeline: int,
 ) -> dict[str, Any]:
     """Make a case with each expert split over two ranks, with sequence parallelism."""
     whole = case(
         make_config,
         experts,
         model={"num_layers": 1, "layer_spec": "user_specs:experts_split"},
+        train=train,
         pipeline={"tensor_model_parallel_size": 2, "sequence_parallel": True, **pipeline},
     )
     return {**whole, "expert_tensor_parallel_size": 2}
@@ -53,6 +60,9 @@ def test_one_rank(
         "biased": case(make, BIASED, capture={**whole, "verify": "shadow"}),
         "grouped": case(make, {**GROUPED, "moe_layer_freq": [0, 1]}, train={"use_ddp": False}),
         "gathered": case(make, {**BIASED, **_GATHERED}),
+        # Whose weights lie in reverse order, and so do rows.
+        "sharded": case(make, BIASED, train=_SHARDED, capture={**whole, "verify": "shadow"}),
+        "sharded_gathered": case(make, {**BIASED, **_GATHERED}, train=_SHARDED),
         "recomputed": case(
             make,
             BIASED,
@@ -93,6 +103,33 @@ def test_one_rank(
         ),
     }
     _check(run_equal(cases, 1, timeout_s=180.0))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of Megatron's shards
+@pytest.mark.parametrize("train", [{}, _SHARDED])
+def test_weights_that_others_write_between_steps_count_in_the_next_one(
+    one_rank: Any, make_config: Callable[..., Any], train: dict[str, Any]
+) -> None:
+    """As after a loaded checkpoint, and where weights are copied into a model in place."""
+    mapping = case(make_config, EXPERTS, counts=(2, 1), model={"hidden_dropout": 0.0}, train=train)
+    results = []
+    for has_graphs in (False, True):
+        model = TrainedModel(config_from_mapping(mapping["config"]), one_rank)
+        if has_graphs:
+            model.attach_graphs()
+        losses = []
+        for step in range(6):
+            data = [model.batches.step(step, model.count(step))]
+            losses.append(model.run_step(step, data, announces_next=False).loss)
+            if step % 2:
+                with torch.no_grad():
+                    for name, p in model.chunks[0].named_parameters():
+                        p.mul_(1.25 if "experts" in name else 0.75)
+                model.optimizer.reload_model_params()
+        results.append([*losses, *(p.detach().clone() for p in model.chunks[0].parameters())])
+        assert model.counters.replays == (7 if has_graphs else 0)
+        model.close()
+    assert all(torch.equal(*map(torch.as_tensor, pair)) for pair in zip(*results, strict=True))
 
 
 @pytest.mark.slow
@@ -140,6 +177,7 @@ def test_two_ranks(run_equal: Callable[..., Any], make_config: Callable[..., Any
             capture={"scope": "chunk"},
         ),
         "tp2": _split(make, BIASED),
+        "tp2_sharded": _split(make, BIASED, train=_SHARDED),
         "pp2_vpp2": case(
             make,
             BIASED,

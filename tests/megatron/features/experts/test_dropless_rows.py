@@ -17,8 +17,10 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.features.experts import grouped_gemm
 from chunkgraph.megatron.features.experts.dropless_rows import (
+    ChosenRows,
     DeviceSplits,
     padded_rows,
+    paired_rows,
 )
 from chunkgraph.megatron.features.experts.grouped_gemm import (
     GroupedGemm,
@@ -26,6 +28,7 @@ from chunkgraph.megatron.features.experts.grouped_gemm import (
     as_one,
     grouped_linear,
     lay_together,
+    lie_reversed,
 )
 from chunkgraph.megatron.features.experts.room import LOAD_OF, Room
 
@@ -141,6 +144,54 @@ def test_weights_that_lie_together_are_seen_as_one() -> None:
     lay_together(pieces)
     assert all(p.untyped_storage().data_ptr() == buffer.data_ptr() for p in pieces)
     assert torch.equal(as_one(pieces), torch.zeros(3, 4, 8))
+
+
+def _buffer_of(num_experts: int) -> list[torch.nn.Parameter]:
+    """Return weights [8, 8] that lie in one buffer, the last one first, as DDP lays them."""
+    buffer = torch.randn(num_experts, 8, 8).bfloat16()
+    return [torch.nn.Parameter(buffer[-1 - index]) for index in range(num_experts)]
+
+
+@pytest.mark.parametrize("num_rows", [32, 40, 24])
+def test_experts_in_reverse_order_have_the_same_bits_and_copy_no_weight(num_rows: int) -> None:
+    """All rows are in use, some are not, some have no room."""
+    torch.manual_seed(7)
+    num_tokens, num_experts = 16, 5
+    weights, biases = _buffer_of(num_experts), [torch.randn(8).bfloat16() for _ in range(5)]
+    assert lie_reversed(weights)
+    assert not lie_reversed([weights[0], weights[2], weights[1]])
+    scores = torch.rand(num_tokens, num_experts)
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    chosen.scatter_(1, scores.topk(2).indices, True)
+    hidden, probs = torch.randn(num_tokens, 8).bfloat16().requires_grad_(), scores.bfloat16()
+    leaves = [hidden, probs.requires_grad_(), *weights, *(b.requires_grad_() for b in biases)]
+    gemm, of_order = GroupedGemm(), []
+    for are_reversed in (False, True):
+        exact = num_rows == 32
+        at = ChosenRows.of(chosen, num_rows, are_exact=exact, are_reversed=are_reversed)
+        assert at.splits.are_reversed is are_reversed
+        with Operators() as operators:
+            rows = grouped_linear(gemm, at.take_rows(hidden), at.splits, weights)
+        assert ("aten::stack" in operators.names) is not are_reversed
+        rows = rows + add_biases(gemm, num_rows, at.splits, biases)
+        rows = at.clear(rows * at.take(probs)[:, None])
+        out = at.sum_rows(rows, num_tokens)
+        of_order.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    if num_rows >= 32:  # else other rows have no room
+        assert all(map(torch.equal, *of_order))
+
+
+def test_pieces_of_ranks_are_sorted_in_reverse_order_of_experts() -> None:
+    counts = torch.tensor([[2, 0, 1], [1, 3, 2]])  # of two ranks, three experts
+    rows = torch.arange(1, 13)  # pieces of 6 rows; the last 3 of the first are unused
+    for are_reversed, expected in (
+        (False, [1, 2, 7, 8, 9, 10, 3, 11, 12]),
+        (True, [3, 11, 12, 8, 9, 10, 1, 2, 7]),
+    ):
+        shuffle, splits = paired_rows(counts, 6, are_reversed=are_reversed)
+        moved = shuffle.move(rows)
+        assert moved[: splits.ends[-1]].tolist() == expected
+        assert shuffle.move_back(moved).tolist() == [1, 2, 3, 0, 0, 0, *range(7, 13)]
 
 
 def test_experts_without_rows_get_no_gradient() -> None:

@@ -50,6 +50,7 @@ _CASES: dict[str, dict[str, Any]] = {
         "moe_expert_capacity_factor": None,
         "moe_token_dispatcher_type": "allgather",
     },
+    "dropless_sharded": {**_BIASED, "moe_expert_capacity_factor": None},
 }
 _OPTIONS = {"by_position": {"moe_token_drop_policy": "position"}}
 
@@ -100,7 +101,10 @@ class _Model:
                     "moe_z_loss_coeff": 0.1,
                     **_CASES[case],
                 },
-                train={"micro_batch_size": 1},
+                train={
+                    "micro_batch_size": 1,
+                    "use_distributed_optimizer": case.endswith("sharded"),
+                },
                 packing={"max_packed_seqs": SHAPE.max_packed_seqs, "max_packed_tokens": 32},
             )
         )
@@ -174,6 +178,7 @@ def _batch(lengths: list[int], seed: int, rows: int | None = 32) -> dict[str, An
         ("allgather", "block"),
         ("dropless", "chunk"),
         ("dropless_gathered", "block"),
+        ("dropless_sharded", "chunk"),
     ],
 )
 def test_packings_never_seen_at_capture(
@@ -197,7 +202,7 @@ def test_packings_never_seen_at_capture(
 
 @pytest.mark.parametrize(
     "case",
-    ["dropping", "biased", "everywhere", "dropless", "dropless_gathered"],
+    ["dropping", "biased", "everywhere", "dropless", "dropless_gathered", "dropless_sharded"],
 )
 def test_padding_does_not_change_the_mathematics(
     one_rank: Any, make_config: Any, case: str
@@ -241,7 +246,7 @@ def _poison(model: _Model, poison: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["dropping", "biased", "dropless"])
+@pytest.mark.parametrize("case", ["dropping", "biased", "dropless", "dropless_sharded"])
 def test_a_poisoned_tail_reaches_nothing(one_rank: Any, make_config: Any, case: str) -> None:
     """NaN in the experts' padding rows changes no loss, gradient, metric or count."""
     results = []
