@@ -11,7 +11,6 @@ import torch
 from chunkgraph._text import shown
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.graphs import AddressRanges, CUDABackend, GraphBackend, RecorderBackend, tensor_at
-from chunkgraph.graphs.copies import Moves
 from chunkgraph.memory import pools
 
 _asleep: set[sleeping_memory] = set()
@@ -49,7 +48,8 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
         self.label, self.pool = label, self._backend.new_pool(label)
         self._copier, self._backup = self._backend.new_copier(), backup
         self._live = AddressRanges()  # when it slept last
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the host, and here
+        self._blocks: list[torch.Tensor] = []
+        self._kept = torch.empty(0, dtype=torch.uint8)  # what is in the blocks, on the host
         self._entered = ExitStack()
 
     def __enter__(self) -> Self:
@@ -71,10 +71,11 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
         self._backend.release_cached_memory()  # waits for the device
         if self._backup is not None:
             if (live := self.pool.live()) != self._live:
-                blocks = [tensor_at(r.start, r.end - r.start, self.pool.device) for r in live]
-                self._copies = [(self._copier.host_memory(b.numel()), b) for b in blocks]
+                device = self.pool.device
+                self._blocks = [tensor_at(r.start, r.end - r.start, device) for r in live]
+                self._kept = self._copier.host_memory(sum(b.numel() for b in self._blocks))
                 self._live = live
-            self._copy(self._copies, to_host=True)
+            self._copy(to_host=True)
         self.pool.sleep()
         _asleep.add(self)
 
@@ -87,12 +88,12 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
         if self.is_asleep:
             self._backend.release_cached_memory()
             pools.wake([self.pool], self._backend, self.label)
-            self._copy([(block, host) for host, block in self._copies], to_host=False)
+            self._copy(to_host=False)
             _asleep.discard(self)
 
-    def _copy(self, moves: Moves, *, to_host: bool) -> None:
-        """Copy, and wait."""
-        self._copier.wait(self._copier.copy(moves, [], to_host=to_host))
+    def _copy(self, *, to_host: bool) -> None:
+        """Copy between the blocks and the host, and wait."""
+        self._copier.wait(self._copier.copy(self._blocks, self._kept, [], to_host=to_host))
         self._backend.synchronize()
 
 
