@@ -52,6 +52,7 @@ def new_input(backend: GraphBackend) -> torch.Tensor:
 def test_copies_run_in_both_directions_behind_their_marks(backend: GraphBackend) -> None:
     copier, source = backend.new_copier(), torch.arange(200, device=backend.device).to(torch.uint8)
     expected, back, memory = source.cpu().clone(), torch.zeros_like(source), copier.host_memory(200)
+    assert not copier.host_memory(0).numel()
     out = copier.copy([source], memory, [copier.mark()], to_host=True)
     copier.wait(copier.copy([back], memory, [out, copier.mark()], to_host=False))
     assert torch.equal(back.cpu(), expected)
