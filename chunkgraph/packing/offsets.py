@@ -12,7 +12,6 @@ from chunkgraph.errors import PackingError
 
 MAX_TOKENS = 2**31 - 1
 """The largest offset: attention kernels read int32."""
-_INT64_MAX = 2**63 - 1
 
 Lengths = Sequence[int] | NDArray[np.integer]
 
@@ -24,8 +23,8 @@ def check_lengths(lengths: Lengths) -> NDArray[np.int64]:
         lengths: tokens of each document.
 
     Raises:
-        PackingError: there is no document, one has less than one token or more than int64 holds,
-            or the lengths are not a list of integers.
+        PackingError: there is no document, one has less than one token, or the lengths are not a
+            list of integers.
     """
     array = _as_array(lengths, "document lengths must be a list of integers")
     if array.size == 0:
@@ -38,20 +37,14 @@ def check_lengths(lengths: Lengths) -> NDArray[np.int64]:
             f"document lengths must be a list of integers, not {array.dtype} of "
             f"shape {list(array.shape)}."
         )
+    array = array.astype(np.int64, copy=False)
     if array.min() < 1:
         index = int(np.argmax(array < 1))
         raise PackingError(
             f"document {index} of {array.size} has a length of {array[index]}. "
             "Every document needs at least 1 token: drop empty documents before packing."
         )
-    # Unsigned values beyond int64 would become negative.
-    if int(array.max()) > _INT64_MAX:
-        index = int(np.argmax(array))
-        raise PackingError(
-            f"document {index} of {array.size} has {array[index]} tokens; a "
-            f"document has at most {MAX_TOKENS}."
-        )
-    return array.astype(np.int64, copy=False)
+    return array
 
 
 def check_offsets(cu_seqlens: ArrayLike, num_tokens: int, where: str = "") -> None:

@@ -189,9 +189,10 @@ class StageReplays:
         """Join a rank's graphs as chunk ``index``."""
         self._graphs, self._index = graphs, index
         builder: Any = self._stage.dw_builder
-        is_of_user = not (isinstance(builder, functools.partial) and _is_runner(builder.func))
+        owner = getattr(getattr(builder, "func", None), "__self__", None)
+        is_of_user = builder is not None and not isinstance(owner, WeightBackwards)
         if self.chunk.program is SPLIT:
-            if builder is not None and is_of_user:
+            if is_of_user:
                 raise ConfigError(
                     f"{self.chunk.label} has a dw_builder. Leave it out: the weight gradients of a "
                     "captured stage have their own graph. A module that delays them itself (with "
@@ -199,7 +200,7 @@ class StageReplays:
                 )
             builder = functools.partial(weights.runner, index)
         elif not is_of_user:
-            builder = None  # that of an earlier schedule
+            builder = None  # or that of an earlier schedule
         self._builder = builder
         self.take_stage()
 
@@ -267,10 +268,6 @@ class StageReplays:
             with casting_only(self._sharded, self.chunk.label):
                 return self._module(*args, **kwargs)
         return self._module(*args, **kwargs)
-
-
-def _is_runner(function: object) -> bool:
-    return isinstance(getattr(function, "__self__", None), WeightBackwards)
 
 
 def _allocate(infos: Iterable[Any], device: torch.device) -> None:

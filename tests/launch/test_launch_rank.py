@@ -57,7 +57,7 @@ def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
             layer = _parsed([*own, "--cuda-graph-granularity", "layer"])
             added = {name for name in layer if name not in before}
             assert {name: layer[name] for name in before} == before
-            assert {layer[name] for name in added} == {None, "layer"}
+            assert {layer[name] for name in added} == {None, False, "layer"}
             assert type(layer["cuda_graph_warmup_steps"]) is int  # Megatron's own default
             assert hooks.flags is None
             schedule = object()

@@ -182,9 +182,15 @@ def _parts(posted: bytes) -> list[bytes]:
 
 
 def _gathered_by_gloo(group: Any, data: bytes) -> list[bytes]:
-    parts = [b""] * group.size()
-    dist.all_gather_object(parts, data, group=group)
-    return parts
+    cpu = torch.device("cpu")
+    sizes = [torch.zeros(1, dtype=torch.int64, device=cpu) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=cpu), group=group)
+    most = max(int(size) for size in sizes)
+    mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
+    whole = [torch.empty(most, dtype=torch.uint8, device=cpu) for _ in sizes]
+    dist.all_gather(whole, mine, group=group)
+    pairs = zip(whole, sizes, strict=True)
+    return [tensor[: int(size)].numpy().tobytes() for tensor, size in pairs]
 
 
 _NAME = "destroy_process_group"

@@ -347,8 +347,6 @@ def test_pieces_come_together_as_they_were(one_rank: Any) -> None:
     assert again.cu_seqlens_kv_padded is not again.cu_seqlens_q
     assert (again.max_seqlen_q, again.more) == (8, "more")
     assert copy.copy(again).qkv_format == "thd"
-    with pytest.raises(ConfigError, match="Pass Megatron's PackedSeqParams"):
-        split_params(SimpleNamespace(), "rank 0")
 
 
 @pytest.mark.every_release
