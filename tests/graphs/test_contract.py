@@ -64,6 +64,24 @@ def test_copies_run_in_both_directions_behind_their_marks(backend: GraphBackend)
         assert torch.equal(back, source)
 
 
+def test_new_memory_is_not_filled(backend: GraphBackend) -> None:
+    """Deterministic torch would fill it on the capture stream, behind writes of other streams."""
+    pool, is_deterministic = backend.new_pool("pool"), torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for number in range(2):  # the same block serves twice
+            values = torch.empty(0, dtype=torch.uint8, device=backend.device)
+            values.set_(pool.allocate(1 << 20))
+            backend.synchronize()
+            assert values.numel() == 1 << 20
+            assert number == 0 or bool((values == 7).all())
+            values.fill_(7)
+            backend.synchronize()
+            del values
+    finally:
+        torch.use_deterministic_algorithms(is_deterministic)
+
+
 def test_equal_captures_keep_memory_at_equal_offsets(backend: GraphBackend) -> None:
     module, x = make_module(backend), new_input(backend).requires_grad_()
     layouts, kept = [], []
