@@ -4,7 +4,7 @@ Megatron's ``pretrain()`` has no hook for the schedule, and stock scripts have n
 Instead, this module replaces globals that Megatron looks up at each call: the function that adds
 the flags, ``train``, ``get_forward_backward_func`` and, for the log, ``training_log``,
 ``print_rank_last`` and the reductions of success, norm and count of zeros, for which the host then
-does not wait.
+does not wait. TensorBoard and W&B get numbers a step later.
 """
 
 from __future__ import annotations

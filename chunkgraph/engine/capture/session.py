@@ -500,10 +500,11 @@ def _prove(session: Session) -> None:
     for aliases, chunk in zip(session.aliases, session.chunks, strict=True):
         aliases.check_memory(chunk.label)
     if session.settings.prove:
-        backend = session.backend
-        others = [[s for of_chunk in g.slots for s in of_chunk] for g in session.settings.others()]
-        all_slots = enumerate([session.slots, *others])
-        prove_disjoint([_footprint(s, backend, i) for i, slots in all_slots for s in slots])
+        backend, slots = session.backend, [session.slots]
+        slots += [[s for of in graphs.slots for s in of] for graphs in session.settings.others()]
+        if not any(g.reads() for own in slots for s in own for g in s.graphs.values()):
+            del slots[1:]  # only in what graphs read of others may two sessions conflict
+        prove_disjoint([_footprint(s, backend, i) for i, own in enumerate(slots) for s in own])
 
 
 def _banks(session: Session) -> dict[Hashable, Bank]:

@@ -12,7 +12,7 @@ import weakref
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,8 @@ class SimulatedPool(Pool):
         """Add one free segment of this size, for later captures, unless there is one."""
         self._release_dead()
         if num_bytes > max((size for size, _ in self._free), default=0):
-            insort(self._free, self._new_segment(num_bytes))
+            with suppress(torch.OutOfMemoryError):  # `allocate` raises one where it is missing
+                insort(self._free, self._new_segment(num_bytes))
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         """Allocate a storage in the pool; its block is free when its last tensor is freed.
