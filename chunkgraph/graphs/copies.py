@@ -78,8 +78,9 @@ class CudaCopier(Copier):
         """Return pinned memory: registered, since torch's own allocator takes a power of two."""
         memory = torch.zeros(num_bytes, dtype=torch.uint8)
         runtime, address = torch.cuda.cudart(), memory.data_ptr()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(address, num_bytes, 0)))
-        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+        if num_bytes:
+            torch.cuda.check_error(int(runtime.cudaHostRegister(address, num_bytes, 0)))
+            weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
         return memory
 
     def mark(self) -> Mark:

@@ -86,7 +86,8 @@ class CUDAPool(Pool):
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         """See `Pool`."""
         with torch.cuda.stream(self._stream), self.serving_this_thread():
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+            # Deterministic torch fills an empty tensor, here behind what other streams write to it.
+            return torch.UntypedStorage(num_bytes, device=self.device)
 
     def sleep(self) -> None:
         """See `Pool`."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from heapq import heappop, heappush
 from math import ceil
 from statistics import fmean
@@ -67,7 +67,7 @@ class PagePlan:
     num_slots: tuple[int | None, ...]
     pages: tuple[Page, ...]
 
-    @property
+    @cached_property
     def num_buffers(self) -> tuple[int, ...]:
         """Return the largest number of pages of each chunk that are on the host at once."""
         away: list[list[tuple[int, int]]] = [[] for _ in self.num_slots]

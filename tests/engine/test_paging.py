@@ -108,6 +108,7 @@ def test_pipelines_with_fewer_slots(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["recorder"], indirect=True)  # enough captures for a CPU alone
 @given(legal_steps(), st.data())
 @settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -52,6 +52,7 @@ def new_input(backend: GraphBackend) -> torch.Tensor:
 def test_copies_run_in_both_directions_behind_their_marks(backend: GraphBackend) -> None:
     copier, source = backend.new_copier(), torch.arange(200, device=backend.device).to(torch.uint8)
     expected, back, memory = source.cpu().clone(), torch.zeros_like(source), copier.host_memory(200)
+    assert not copier.host_memory(0).numel()
     out = copier.copy([source], memory, [copier.mark()], to_host=True)
     copier.wait(copier.copy([back], memory, [out, copier.mark()], to_host=False))
     assert torch.equal(back.cpu(), expected)
@@ -61,6 +62,24 @@ def test_copies_run_in_both_directions_behind_their_marks(backend: GraphBackend)
         assert torch.equal(back, expected), "a copy waits until somebody waits for it"
         copier.wait(late)
         assert torch.equal(back, source)
+
+
+def test_new_memory_is_not_filled(backend: GraphBackend) -> None:
+    """Deterministic torch would fill it on the capture stream, behind writes of other streams."""
+    pool, is_deterministic = backend.new_pool("pool"), torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for number in range(2):  # the same block serves twice
+            values = torch.empty(0, dtype=torch.uint8, device=backend.device)
+            values.set_(pool.allocate(1 << 20))
+            backend.synchronize()
+            assert values.numel() == 1 << 20
+            assert number == 0 or bool((values == 7).all())
+            values.fill_(7)
+            backend.synchronize()
+            del values
+    finally:
+        torch.use_deterministic_algorithms(is_deterministic)
 
 
 def test_equal_captures_keep_memory_at_equal_offsets(backend: GraphBackend) -> None:

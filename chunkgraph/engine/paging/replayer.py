@@ -123,10 +123,10 @@ class PagedReplayer(Replayer):
         self._leaving, self._coming = plan.leaving(), plan.coming()
         self._position = 0
         self._forget_microbatches()
-        for c, buffers in enumerate(self._memory):
-            sizes = [sum(p.numel() for p in self._pages.get(s, ())) for s in captured.slots[c]]
-            while len(buffers) < plan.num_buffers[c]:
-                buffers.append(self._copier.host_memory(max(sizes)))
+        for c, count in enumerate(plan.num_buffers):
+            for _ in range(count - len(self._memory[c])):
+                sizes = (sum(p.numel() for p in self._pages[s]) for s in captured.slots[c])
+                self._memory[c].append(self._copier.host_memory(max(sizes)))
         self._idle = [[*buffers] for buffers in self._memory]
 
     def reserve_input(self, c: int, index: int = 0, *, num_before: int = 0) -> torch.Tensor | None:

@@ -88,7 +88,7 @@ class PoisonVerifier(Verifier):
         if action == "F":
             self._look_at_outputs(slot)
         elif action != "I":
-            self._look_at_gradients(action, slot)
+            self._look_at_gradients(slot)
         elif has_nan(slot.input_grads.tensors):
             self._explain(slot, [False] * len(self._gradients[slot.chunk]))
 
@@ -106,7 +106,7 @@ class PoisonVerifier(Verifier):
         layer = first_nan(self._saved_by(slot)) or "after all tensors that the backward reads"
         self._judge(slot, "forward", _STALE, "an output has a NaN", f"with a NaN: {layer}")
 
-    def _look_at_gradients(self, action: ReplayAction, slot: Slot) -> None:
+    def _look_at_gradients(self, slot: Slot) -> None:
         have_nan = self._gradients_with(slot, torch.isnan)
         pairs = zip(have_nan, self._were_infinite, strict=True)
         is_new = [has and not was_infinite for has, was_infinite in pairs]
@@ -115,10 +115,10 @@ class PoisonVerifier(Verifier):
         pool, raw = slot.memory.pool, self._backend.storage_ranges
         reserved = pool.reserved()
         # A compiled backward may write an input gradient over a saved tensor. It lives until the
-        # next replay, which then fills the pool; of a split one, until the second half.
-        if action == "B" and any(
-            raw(g) & reserved for g in slot.input_grads.tensors if g is not None
-        ):
+        # next replay, which then fills the pool. (With pages it was copied, or lies elsewhere.)
+        is_paged = slot.chunk in self._graphs.paged
+        grads = [] if is_paged else slot.input_grads.tensors
+        if any(raw(g) & reserved for g in grads if g is not None):
             self._dead.append(pool)
         else:
             self._fill(pool)
