@@ -28,13 +28,14 @@ CONFIG ?= configs/cpu/gpt_pp2_vpp2_cpu.yaml
 , := ,
 VENV := .venv
 VENV_OLDEST := .venv-oldest
+VENV_RL := .venv-rl
 PIP_QUIET := -m pip --disable-pip-version-check -qq
 # Python compiles modules at their first import; only a third of the installed ones are ever imported.
 PIP_INSTALL := $(PIP_QUIET) install --no-compile
 # A process without tests takes over some of another's, so that all processes end together.
 PYTEST := -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: help train test test-slow test-all test-gpu lint docs pictures dist clean
+.PHONY: help train test test-slow test-rl test-all test-gpu lint docs pictures dist clean
 .DEFAULT_GOAL := help
 
 help: ## Show this
@@ -55,9 +56,13 @@ test-slow: $(VENV)/.installed $(VENV_OLDEST)/.installed ## Larger jobs, and the 
 	@$(VENV)/bin/python $(PYTEST) -m "slow or every_release"
 	@$(VENV_OLDEST)/bin/python $(PYTEST) -m "every_release or not (megatron or slow)"
 
+test-rl: $(VENV_RL)/.installed ## verl's own engine with graphs, in an environment with verl; needs no GPU
+	@$(VENV_RL)/bin/python -m pytest -q tests/rl/test_verl.py
+
 test-all: ## Everything that needs no GPU, as a release runs it
 	@$(MAKE) test
 	@$(MAKE) test-slow
+	@$(MAKE) test-rl
 
 test-gpu: $(VENV)/.installed ## The tests that need GPUs; fails where there is none
 	@# In order: the tests that need the most GPUs run first.
@@ -90,7 +95,7 @@ lint: $(VENV)/.installed ## ruff, mypy and import-linter
 	@$(VENV)/bin/lint-imports --no-logo
 
 clean: ## Remove the environments, caches and build output
-	@rm -rf $(VENV) $(VENV_OLDEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	@rm -rf $(VENV) $(VENV_OLDEST) $(VENV_RL) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
 	  .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -125,6 +130,15 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV_OLDEST)/.installed: pyproject.toml
 	@$(call install,$(VENV_OLDEST),$(PYTHON_OLDEST),test,$(MCORE_OLDEST))
+	@touch $@
+
+# verl and what its Megatron engine imports, beside the packages of the first environment.
+$(VENV_RL)/.installed: $(VENV)/.installed tests/rl/verl.txt
+	@echo "== $(VENV_RL): installing verl"
+	@$(VENV)/bin/python -m venv --clear $(VENV_RL)
+	@$(VENV)/bin/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
+	  > `$(VENV_RL)/bin/python -c 'import site; print(*site.getsitepackages())'`/first.pth
+	@$(VENV_RL)/bin/python $(PIP_INSTALL) --no-deps -r tests/rl/verl.txt
 	@touch $@
 
 # Compile what tests import once; processes that start together would each compile all of it. Errors are

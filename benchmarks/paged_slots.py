@@ -1,6 +1,6 @@
 """What fewer slots cost one rank: its step, its memory, and what the planner simulates.
 
-    python benchmarks/paged_slots.py --slots 8 7 6 4 > paged_slots.json
+    python benchmarks/paged_slots.py > paged_slots.json
 
 One GPU runs the actions of the first of 8 pipeline ranks (1F1B, 16 microbatches), and sends to and
 receives from itself, so it waits for pages only. The chunk has 4 Transformer Engine layers of
@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, RankSchedule
-from chunkgraph.engine.paging.pages import SlotPage
+from chunkgraph.engine.paging.pages import page_of
 from chunkgraph.schedules import CostModel, Op, Schedule, build_schedule, simulate
 from chunkgraph.slots import PageClock, plan_pages
 
@@ -35,7 +35,7 @@ LAYERS, HIDDEN, FFN, HEADS, GROUPS, SEQUENCE = 4, 4096, 14336, 32, 8, 4096
 
 
 class Layer(nn.Module):
-    """One layer; with ``--recompute`` its MLP is recomputed in the backward."""
+    """One layer; its MLP may be recomputed in the backward."""
 
     def __init__(self, *, recomputes: bool) -> None:
         super().__init__()
@@ -105,45 +105,51 @@ class Rank:
         forward_ms, backward_ms = (
             statistics.mean(a.elapsed_time(b) for a, b in times) for times in self.times.values()
         )
-        page = SlotPage.of(self.graphs._captured.slots[0][0])
-        copier = self.graphs._backend.new_copier()
-        memory = copier.host_memory(page.num_bytes)
-        out = list(zip(page.on(memory), page.parts, strict=True))
-        moves = {True: out, False: [(b, a) for a, b in out]}
-        copy = partial(copier.copy, after=[])
-        works = [lambda t=t: copier.wait(copy(moves[t], to_host=t)) for t in (True, False)]
+        parts = page_of(self.graphs._captured.slots[0][0])
+        copier = self.graphs.backend.new_copier()
+        memory = copier.host_memory(sum(part.numel() for part in parts))
+
+        def copy(*, to_host: bool) -> None:
+            copier.wait(copier.copy(parts, memory, [copier.mark()], to_host=to_host))
+
+        works = partial(copy, to_host=True), partial(copy, to_host=False)
         *_, out_ms, in_ms = map(ms_of, works * 2)
         actions = {"forward_ms": forward_ms, "backward_ms": backward_ms}
         return CostModel(**actions, page_out_ms=out_ms, page_in_ms=in_ms)
 
 
-def main() -> None:
-    """Measure every number of slots, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--slots", type=int, nargs="+", default=[8, 7, 6, 4])
-    parser.add_argument("--recompute", action="store_true", help="recompute MLPs")
-    args = parser.parse_args()
+def table(slots: list[int], num_steps: int, *, recomputes: bool) -> dict[str, Any]:
+    """Measure every number of slots."""
     rows: list[dict[str, Any]] = []
     costs = CostModel()
-    for num_slots in [RANKS, *(n for n in args.slots if n != RANKS)]:
-        rank = Rank(num_slots, costs, recomputes=args.recompute)
+    for num_slots in [RANKS, *(n for n in slots if n != RANKS)]:
+        rank = Rank(num_slots, costs, recomputes=recomputes)
         for _ in range(3):
             rank.step()
-        step_ms = statistics.median(ms_of(rank.step) for _ in range(args.steps))
+        step_ms = statistics.median(ms_of(rank.step) for _ in range(num_steps))
         costs = costs if rows else rank.costs()
         plan = plan_pages(first_rank(COUNT), 0, [num_slots], costs)
-        simulated = simulate(first_rank(COUNT), costs, {0: PageClock(plan, {0: costs})})
+        simulated = simulate(first_rank(COUNT), costs, {0: PageClock(plan, costs)})
         report, digest = rank.graphs.report, hashlib.sha256()
         for p in rank.module.parameters():
             digest.update(p.grad.cpu().view(torch.uint8).numpy().tobytes())
-        row = {"slots": report.num_slots[0], "step_ms": step_ms, "pages": len(plan.pages)}
-        row |= {"slot_bytes": report.slot_bytes + report.static_bytes}
-        row |= {"simulated_ms": simulated.makespan_ms, "gradients": digest.hexdigest()[:12]}
-        rows.append(row)
+        slot_bytes = report.slot_bytes + report.static_bytes
+        row = {"slots": report.num_slots[0], "step_ms": step_ms, "slot_bytes": slot_bytes}
+        row |= {"pages": len(plan.pages), "simulated_ms": simulated.makespan_ms}
+        rows.append(row | {"gradients": digest.hexdigest()[:12]})
         rank.graphs.release()
-    document = {"device": torch.cuda.get_device_name(), "costs": asdict(costs), "rows": rows}
-    print(json.dumps(document, indent=1))
+    return {"recomputes_mlp": recomputes, "costs": asdict(costs), "rows": rows}
+
+
+def main() -> None:
+    """Measure with and without recompute, and print tables."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--slots", type=int, nargs="+", default=[8, 7, 6, 4])
+    parser.add_argument("--recompute", type=int, nargs="+", default=[0, 1], help="of MLPs: 0, 1")
+    args = parser.parse_args()
+    tables = [table(args.slots, args.steps, recomputes=bool(n)) for n in args.recompute]
+    print(json.dumps({"device": torch.cuda.get_device_name(), "tables": tables}, indent=1))
 
 
 if __name__ == "__main__":

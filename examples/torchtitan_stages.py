@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 4 examples/torchtitan_stages.py
 
 Each stage is a copy of a whole debug model without the modules of other stages, in a PipelineStage.
+With torchtitan 0.3, that is its Llama 3 model, and it cuts the stages; otherwise both are imitated.
 The schedule's class comes from its name. The loss is a sum over tokens, scaled by their number.
 Compares losses with those of the same steps without graphs.
 
@@ -25,6 +26,16 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from chunkgraph.pipelining import GraphedSchedule
+
+try:  # torchtitan 0.3 has no public names for these
+    from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
+    from torchtitan.distributed.pipeline_parallel import _split_module as split_module
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3 import llama3_configs
+
+    HAS_TORCHTITAN = True
+except ImportError:
+    HAS_TORCHTITAN = False
 
 VOCABULARY, WIDTH, SEQUENCE, NUM_LAYERS, NUM_STEPS = 64, 32, 16, 6, 4
 NUM_MICROBATCHES = 4
@@ -67,12 +78,40 @@ class Model(nn.Module):
         return x if self.lm_head is None else self.lm_head(self.norm(x))
 
 
+def new_model():
+    """Return the whole model, from the same seed every time."""
+    torch.manual_seed(0)
+    if not HAS_TORCHTITAN:
+        return Model()
+    config = llama3_configs["debugmodel"](attn_backend="flex")
+    for layer in config.layers:  # a sequence is one document here, and needs no mask
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    model = config.build()
+    model.init_states()
+    return model
+
+
 def module_names(num_stages):
     """Return the modules of each stage."""
+    if HAS_TORCHTITAN:
+        return _generate_llm_fqn_per_model_part(num_stages, NUM_LAYERS)
     parts = [f"layers.{i}" for i in range(NUM_LAYERS)]
     cuts = [NUM_LAYERS * i // num_stages for i in range(num_stages + 1)]
     names = [parts[a:b] for a, b in pairwise(cuts)]
     return [["tok_embeddings", *names[0]], *names[1:-1], [*names[-1], "norm", "lm_head"]]
+
+
+if not HAS_TORCHTITAN:
+
+    def split_module(whole, names):
+        """Return a copy of a model with these modules alone."""
+        part = copy.deepcopy(whole)
+        for name in ("tok_embeddings", "norm", "lm_head"):
+            if name not in names:
+                setattr(part, name, None)
+        for number in [n for n in part.layers if f"layers.{n}" not in names]:
+            del part.layers[number]
+        return part
 
 
 def shard(part):
@@ -86,16 +125,10 @@ def stages_of(schedule, *, has_graphs):
     """Return this rank's stages of a new model."""
     is_single = issubclass(get_schedule_class(schedule), PipelineScheduleSingle)
     num_stages = num_ranks if is_single else 2 * num_ranks
-    torch.manual_seed(0)
-    whole = Model().to(device)
+    whole = new_model().to(device)
     stages = []
     for i in [rank] if is_single else [rank, num_stages - 1 - rank]:
-        part, names = copy.deepcopy(whole), module_names(num_stages)[i]
-        for name in ("tok_embeddings", "norm", "lm_head"):
-            if name not in names:
-                setattr(part, name, None)
-        for number in [n for n in part.layers if f"layers.{n}" not in names]:
-            del part.layers[number]
+        part = split_module(whole, module_names(num_stages)[i])
         options = {}
         if IS_SHARDED:
             shard(part)
@@ -144,7 +177,8 @@ def train(schedule, *, has_graphs):
 
 if dist.get_rank() == 0:
     print(
-        f"torch {torch.__version__}: {num_ranks} pipeline ranks, stages "
+        f"torch {torch.__version__}, {'' if HAS_TORCHTITAN else 'without '}torchtitan: "
+        f"{num_ranks} pipeline ranks, stages "
         + (f"sharded over {mesh['dp'].size()}" if IS_SHARDED else "not sharded: FSDP2 needs 2.15")
     )
 same = True

@@ -29,6 +29,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.spec_utils import import_module
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
@@ -189,6 +190,11 @@ def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> Losses:
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
+    for name, is_wrong in (("NaN", torch.isnan), ("Inf", torch.isinf)):
+        if get_args().check_for_nan_in_loss_and_grad:
+            get_rerun_state_machine().validate_result(
+                loss, is_wrong, f"found {name} in local forward loss calculation"
+            )
     report = torch.cat([loss.detach().clone().view(1), num_tokens.view(1)])
     return loss, num_tokens, {"lm loss": report}
 

@@ -44,7 +44,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=output_file("-"),
         type=_json_file,
-        help="write the results as JSON to FILE; default and -: standard output",
+        help="write results as JSON to FILE or standard output",
     )
 
 

@@ -6,7 +6,9 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
+from chunkgraph._outputs import check_output
 from chunkgraph._text import counted, shorten
+from chunkgraph.cli.arguments import add_json
 from chunkgraph.cli.plan_memory import add_gpu_memory, omissions_of, sizes_of
 from chunkgraph.cli.plan_request import Request, schedule_name
 from chunkgraph.cli.plan_tables import exit_code, print_rows, rows_of
@@ -17,6 +19,7 @@ from chunkgraph.slots import ModelSizes
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
+    from collections.abc import Mapping
 
     from chunkgraph.launch.flags import GraphFlags
 
@@ -26,6 +29,7 @@ _SIZES = {
     "pipeline": "pipeline_model_parallel_size",
     "expert": "expert_model_parallel_size",
 }
+_BEFORE_SCRIPT = ("--plan", "--gpu-memory", "--nproc-per-node", "--compare", "--against")
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 
@@ -44,18 +48,41 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "train nothing",
     )
     add_gpu_memory(parser)
+    parser.add_argument(
+        "--compare",
+        metavar="N",
+        type=int,
+        help="compare N steps with as many eager ones, in a table",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="IMPL",
+        default=[],
+        choices=("local", "transformer_engine"),
+        action="append",
+        help="and with Megatron's graphs: local or transformer_engine",
+    )
+    add_json(parser)
     add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand; return the exit code, which is the script's own if the script fails."""
     for word in (arg.partition("=")[0] for arg in args.script_args):
-        if word.replace("_", "-") in ("--plan", "--gpu-memory", "--nproc-per-node"):
+        if word.replace("_", "-") in _BEFORE_SCRIPT:
             raise ConfigError(
                 f"{shorten(word)} belongs before the script; what follows it is the script's own."
             )
     if args.gpu_memory is not None and not args.plan:
         raise ConfigError("--gpu-memory compares the memory of a plan; add --plan.")
+    if (args.against or args.json) and args.compare is None:
+        raise ConfigError("--against and --json belong to a comparison; add --compare.")
+    if args.compare is not None and (args.plan or args.compare < 1 or "RANK" in os.environ):
+        raise ConfigError(
+            "--compare N trains N >= 1 steps in processes that it starts here. Leave --plan, "
+            "torchrun and srun out."
+        )
+    check_output("--json", args.json)
     settle_options(args)
     if args.plan:
         return _print_plan(args)
@@ -72,15 +99,23 @@ def run(args: argparse.Namespace) -> int:
     environment = {"OMP_NUM_THREADS": "1"}  # as with torchrun
     if args.device == "cpu":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    Launcher(
-        command=[
-            *("-m", "chunkgraph.launch", "--device", args.device),
-            *(str(args.script), *args.script_args),
-        ],
-        num_ranks=num_ranks,
-        environment=environment,
-        debug=args.debug,
-    ).run()
+
+    def launch(more: Mapping[str, str]) -> None:
+        Launcher(
+            command=[
+                *("-m", "chunkgraph.launch", "--device", args.device),
+                *(str(args.script), *args.script_args),
+            ],
+            num_ranks=num_ranks,
+            environment={**environment, **more},
+            debug=args.debug,
+        ).run()
+
+    if args.compare is not None:
+        from chunkgraph.cli.launch_compare import compare
+
+        return compare(launch, args.compare, args.against, args.json)
+    launch({})
     return 0
 
 

@@ -12,7 +12,7 @@ from chunkgraph._text import counted, shorten
 from chunkgraph.cli.arguments import add_config, add_json, prints_json
 from chunkgraph.cli.plan_export import MAX_DRAWN, MAX_EXPORTED, Grid, as_html, as_trace, too_large
 from chunkgraph.cli.plan_memory import add_gpu_memory
-from chunkgraph.cli.plan_pages import add_slots, print_pages
+from chunkgraph.cli.plan_pages import add_slots, print_fewer_slots, print_pages
 from chunkgraph.cli.plan_request import EXAMPLE, Request, request_of
 from chunkgraph.cli.plan_tables import (
     as_json,
@@ -155,7 +155,8 @@ def _compare(args: argparse.Namespace, request: Request) -> int:
         write_output("plan: --html", args.html, as_html(steps, title=_title(request)))
     console = Console(file=stream_next_to(args.html), highlight=False, markup=False)
     console.print(f"Schedules for {_title(request)}", style="bold", soft_wrap=True)
-    print_comparison(console, compared, refused)
+    best = print_comparison(console, compared, refused)
+    print_fewer_slots(console, args, best, rows_of(best))
     return 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from operator import mul
 from typing import TYPE_CHECKING
 
@@ -13,10 +15,13 @@ from chunkgraph.cli.plan_request import Request
 from chunkgraph.cli.plan_tables import RankRow, table
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules import CostModel, simulate
-from chunkgraph.slots import PageClock, plan_pages
+from chunkgraph.slots import PageClock, PagePlan, plan_pages, split_actions
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+_TOLERANCE = 1.05
 
 
 def add_slots(parser: argparse.ArgumentParser) -> None:
@@ -47,29 +52,39 @@ def add_slots(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _counts(args: argparse.Namespace, rows: Sequence[RankRow]) -> list[tuple[int, ...]]:
-    """Return the slots of each chunk of each rank; an empty list without a limit.
+def _counts(args: argparse.Namespace, row: RankRow) -> tuple[int, ...]:
+    """Return the slots of each chunk of a rank within the limit.
 
     Raises:
-        ConfigError: A rank cannot keep the limit.
+        ConfigError: The rank cannot keep the limit.
     """
-    if args.slots is None and args.max_slot_memory is None:
-        return []
-    counts: list[tuple[int, ...]] = []
-    for row in rows:
-        full = row.plan.slots_per_chunk
-        capped = [tuple(min(n, cap) for n in full) for cap in range(1, max(full) + 1)]
-        if args.slots is not None:
-            fits = capped[: args.slots] if args.slots > 0 else []
-        elif row.memory is None:
+    full = row.plan.slots_per_chunk
+    sizes: Sequence[int] = [0] * len(full)
+    if args.max_slot_memory is not None:
+        if row.memory is None:
             raise ConfigError("plan: --max-slot-memory needs a CONFIG with a model that it knows")
-        else:
-            sizes = row.memory.slot_bytes_per_chunk
-            fits = [own for own in capped if sum(map(mul, own, sizes)) <= args.max_slot_memory]
-        if not fits:
-            raise ConfigError(f"plan: rank {row.plan.rank} has not one slot of each chunk")
-        counts.append(fits[-1])
-    return counts
+        sizes = row.memory.slot_bytes_per_chunk
+    for cap in range(max(full) if args.slots is None else args.slots, 0, -1):
+        counts = tuple(min(count, cap) for count in full)
+        if sum(map(mul, counts, sizes)) <= (args.max_slot_memory or 0):
+            return counts
+    raise ConfigError(f"plan: rank {row.plan.rank} has not one slot of each chunk")
+
+
+def _simulated(
+    request: Request, args: argparse.Namespace, counts: Sequence[tuple[int, ...]]
+) -> tuple[list[PagePlan], float]:
+    """Return the plan of each rank, and the ratio of the step to that with all slots.
+
+    Raises:
+        ConfigError: A chunk has too few slots.
+    """
+    schedule, (out, back) = split_actions(request.build()), args.page_time
+    costs = CostModel(page_out_ms=out, page_in_ms=back)
+    plans = [plan_pages(schedule, rank, of_rank, costs) for rank, of_rank in enumerate(counts)]
+    clocks = {rank: PageClock(plan, costs) for rank, plan in enumerate(plans)}
+    paged, whole = simulate(schedule, costs, clocks), simulate(schedule, costs)
+    return plans, paged.makespan_ms / whole.makespan_ms
 
 
 def print_pages(
@@ -80,29 +95,43 @@ def print_pages(
     Raises:
         ConfigError: A chunk has too few slots.
     """
-    if not (counts := _counts(args, rows)):
+    if args.slots is None and args.max_slot_memory is None:
         return
-    schedule, (out, back) = request.build(), args.page_time
-    own = CostModel(page_out_ms=out, page_in_ms=back)
-    costs = dict.fromkeys(range(schedule.num_stages), own)
-    plans = [plan_pages(schedule, rank, of_rank, costs) for rank, of_rank in enumerate(counts)]
-    clocks = {rank: PageClock(plan, costs) for rank, plan in enumerate(plans)}
-    step_ms = simulate(schedule, costs, clocks).makespan_ms
-    ratio = step_ms / simulate(schedule, costs).makespan_ms
+    counts = [_counts(args, row) for row in rows]
+    plans, ratio = _simulated(request, args, counts)
     cells = []
-    for plan, row in zip(plans, rows, strict=True):
-        line = [str(row.plan.rank), " ".join(map(str, plan.num_slots)), str(len(plan.pages))]
+    for plan, count, row in zip(plans, counts, rows, strict=True):
+        line = [str(row.plan.rank), " ".join(map(str, count)), str(len(plan.pages))]
         if row.memory is not None:
             sizes = row.memory.slot_bytes_per_chunk
-            moved = 2 * sum(sizes[page.chunk] for page in plan.pages)
-            slots, places = (sum(map(mul, n, sizes)) for n in (plan.num_slots, plan.num_places))
-            line += map(format_bytes, (slots, moved, places))
+            moved = 2 * sum(sizes[page.key[0]] for page in plan.pages)
+            slots, pinned = (sum(map(mul, n, sizes)) for n in (count, plan.num_buffers))
+            line += map(format_bytes, (slots, moved, pinned))
         cells.append(line)
     headings = ("Rank", "Slots per chunk", "Pages", "Slots", "Moved", "Pinned memory")
     console.print("Pages: activations on the host, in one step", style="bold")
     console.print(table(headings[: len(cells[0])], cells))
     console.print(
-        f"Simulated step: {ratio:.3f} of that with all slots, if a page takes {out:g} forwards to "
-        f"the host and {back:g} back.",
+        f"Simulated step: {ratio:.3f} of that with all slots, if a page takes "
+        "{:g} forwards to the host and {:g} back.".format(*args.page_time),
         soft_wrap=True,
     )
+
+
+def print_fewer_slots(
+    console: Console, args: argparse.Namespace, request: Request, rows: Sequence[RankRow]
+) -> None:
+    """Print how few slots lengthen a step by at most a twentieth, unless that needs all."""
+    if request.file is None:  # more microbatches change the ratio little
+        count = min(request.num_microbatches, 4 * (request.group_size or request.num_ranks))
+        request = replace(request, num_microbatches=count)
+    full = [row.plan.slots_per_chunk for row in rows]
+    for most in range(1, max(map(max, full))):
+        with suppress(ConfigError):  # too few
+            counts = [tuple(min(count, most) for count in own) for own in full]
+            _, ratio = _simulated(request, args, counts)
+            if ratio <= _TOLERANCE:
+                times = "{:g} {:g}".format(*args.page_time)
+                how = f"(--slots, --page-time {times})"
+                console.print(f"{most} slots of a chunk take {ratio:.3f} of its step {how}.")
+                return

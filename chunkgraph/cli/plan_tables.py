@@ -227,8 +227,8 @@ def compare(request: Request) -> tuple[list[Compared], list[str]]:
 
 def print_comparison(
     console: Console, compared: Sequence[Compared], refused: Sequence[str]
-) -> None:
-    """Print the table and the recommendation."""
+) -> Request:
+    """Print the table and the recommendation, which is returned."""
     base = next(one for one in compared if one.request.schedule == _BASE)
     headings = ["Schedule", "Chunks", "Bubble", "Step, F", "Of 1f1b", "Peak in flight", "Memory"]
     cells = [
@@ -258,6 +258,7 @@ def print_comparison(
     console.print(f"Recommended: {words}.", style="bold", soft_wrap=True)
     console.print(f"* Runs in Megatron; the best of these is {shorten(own.request.schedule)}.")
     console.print("Step in forwards (F), peak in microbatches of all layers of a rank.")
+    return best.request
 
 
 def _best(compared: Sequence[Compared]) -> Compared:

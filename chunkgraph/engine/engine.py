@@ -26,6 +26,7 @@ from chunkgraph.engine.decide import StepDecider
 from chunkgraph.engine.forward_only import ForwardOnlySteps
 from chunkgraph.engine.hang import hang_watches
 from chunkgraph.engine.joint_capture import Capturer
+from chunkgraph.engine.memory_group import MemoryGroup
 from chunkgraph.engine.observer import (
     ChunkHooks,
     Counters,
@@ -37,8 +38,8 @@ from chunkgraph.engine.replay import Replayer
 from chunkgraph.engine.step import SHAPE_UNKNOWN, EagerReason, StepMode, StepPlan, StepRequest
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ConfigError, SlotError
-from chunkgraph.graphs import GraphBackend, Pool
-from chunkgraph.memory import plan_for_slots, pools
+from chunkgraph.graphs import GraphBackend
+from chunkgraph.memory import plan_for_slots
 from chunkgraph.optimizer import CapturedOptimizer
 from chunkgraph.slots import RankSchedule, plan_slots
 
@@ -68,6 +69,9 @@ class ChunkGraphs:
         host: the training loop around the chunks; see `Host`.
         banks: the variants of every slot; see `Banks`. None: a single one.
         schedule: that of every training step, which paged slots need (``options.max_slots``).
+        shares_memory_with: an engine whose steps never overlap with those of this one, such as that
+            of a reference model: slots and scratch of both lie in the same memory. It makes the
+            graphs with its ``backend``.
         takes_misfits: whether every training step states on every rank whether its inputs fit
             (`step`, `announce`); the same on all ranks. ``banks.drops_failed`` needs it.
 
@@ -86,7 +90,8 @@ class ChunkGraphs:
         failure: error of the last capture session, or None.
         mode: how the callables run now.
         forward_only: the graphs of forward-only steps.
-        is_asleep: whether the graphs sleep.
+        memory: the memory of the graphs; see `MemoryGroup`.
+        recaptures: whether memory that moves costs a capture.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class ChunkGraphs:
         banks: Banks | None = None,
         takes_misfits: bool = False,
         schedule: RankSchedule | None = None,
+        shares_memory_with: ChunkGraphs | None = None,
     ) -> None:
         self.options = options or CaptureOptions()
         self.chunks = arguments.as_chunks(chunks)
@@ -113,10 +119,13 @@ class ChunkGraphs:
         self._num_slots = arguments.check_counts(len(self.chunks), num_slots)
         self._num_together = num_together
         self.counters = Counters()
-        self.is_asleep = False
-        self.backend = backend or arguments.default_backend(self.chunks, self.options)
+        if shares_memory_with is None:
+            backend = backend or arguments.default_backend(self.chunks, self.options)
+            self.memory = MemoryGroup(backend)
+        else:
+            self.memory = shares_memory_with.memory
+        self.backend = self.memory.backend
         self._agreement, self._host = Agreement(agree or agree_alone), host or Host()
-        self._idle_pools: list[Pool] = []
         self._optimizers: list[CapturedOptimizer] = []
         self._of_banks = banks or Banks()
         if self._of_banks.drops_failed and not takes_misfits:
@@ -128,12 +137,12 @@ class ChunkGraphs:
         self._observers: list[Observer] = [*hang_watches(self.backend.device, labels)]
         self._is_replaced: Callable[[], bool] = lambda: False
         self._release_replaced: Callable[[], None] = self.release
-        self._recaptures = self.options.on_moved_memory == "recapture"
+        self.recaptures = self.options.on_moved_memory == "recapture"
         self._decider = StepDecider(
             self._agreement,
             self._state,
             takes_misfits=takes_misfits,
-            asks_ahead=not self._recaptures,
+            asks_ahead=not self.recaptures,
         )
         self._is_training = True
         self._begin()
@@ -143,6 +152,7 @@ class ChunkGraphs:
             self.counters,
             needs_banks=len(self._of_banks.keys) > 1,
         )
+        self.memory.join(self)
         self.callables = arguments.as_functions(self.call, self.chunks)
         self.waiting, self.run_waiting = self._replayer.waiting, self._replayer.run_waiting
         self.reserve_input = self._replayer.reserve_input
@@ -159,6 +169,7 @@ class ChunkGraphs:
         self._was_replaced = False  # as of the end of the last step
         self._banks = StepBanks(self._of_banks, len(self.chunks))
         count, limit = self.options.num_warmup_steps, self._limit
+        takes_memory = limit is None and self.options.verify == "none"
         self._samples = Samples(self._banks, self.chunks, count, warns=self._is_training)
         self._replayer = (Replayer if limit is None else limit.replayer(self.backend))(
             self.chunks,
@@ -177,8 +188,7 @@ class ChunkGraphs:
                 num_together=self._num_together if limit is None else None,
                 limit=limit.begin if limit is not None else None,
                 host=self._host,
-                # Poison would overwrite what other graphs of a pool keep.
-                idle_pools=self._idle_pools if self.options.verify == "none" else [],
+                others=self.memory.sets if takes_memory else tuple,
             ),
             backend=self.backend,
             options=self.options,
@@ -242,7 +252,7 @@ class ChunkGraphs:
             schedule=schedule,
             max_num_microbatches=max_num_microbatches,
         )
-        settings["schedule"] = RankSchedule.of(plan, rank, num_ranks, group_size)
+        settings["schedule"] = RankSchedule.of(plan)
         are_shared = (settings.get("options") or CaptureOptions()).shared_slots
         num_slots = plan.peak_in_flight if are_shared else plan.slots_per_chunk
         return cls(rank_chunks, num_slots, **settings)
@@ -296,12 +306,7 @@ class ChunkGraphs:
             SlotError: a microbatch was forwarded but not run backward when the step ended.
             ReplayMismatchError: a call differs from the captured one.
         """
-        if self.mode is not StepMode.OUTSIDE:
-            raise SlotError("A step began inside a step. End the outer step first.")
-        if self.is_asleep:
-            raise SlotError(
-                "A step began while graphs sleep. Call wake() or release() before, on every rank."
-            )
+        self.memory.check_step(self, with_gradients=self._is_training and not forward_only)
         if forward_only:
             evaluation = self.forward_only.step(
                 num_microbatches, shape_key, plan or StepPlan(), eager=eager
@@ -363,8 +368,7 @@ class ChunkGraphs:
         Raises:
             SlotError: a step is running.
         """
-        if self.mode is not StepMode.OUTSIDE:
-            raise SlotError("withdraw() was called inside a step; withdraw between steps.")
+        self.memory.refuse_inside("withdraw() was called", self)
         self._decider.withdraw()
 
     def misfit_of(self, banks: Sequence[Hashable]) -> str:
@@ -408,9 +412,9 @@ class ChunkGraphs:
         elif self._captured is not None or self._calls_again is not None:
             if shape_key != self._captured_shape_key:
                 reason = EagerReason.SHAPES_DIFFER
-            elif self._captured is not None and (self._recaptures or not self._is_training):
+            elif self._captured is not None and (self.recaptures or not self._is_training):
                 changes = [c for model in self._captured.models if (c := model.change())]
-                if self._recaptures and any(c.endswith(MOVED) for c in changes):
+                if self.recaptures and any(c.endswith(MOVED) for c in changes):
                     has_graphs = False
                 elif changes and not self._is_training:
                     reason = EagerReason.MODEL_CHANGED
@@ -463,8 +467,7 @@ class ChunkGraphs:
             CaptureError: the chunk of this or another rank could not be captured; the callables
                 run eagerly.
         """
-        if self.mode is not StepMode.OUTSIDE:
-            raise SlotError("capture() was called inside a step; capture between steps.")
+        self.memory.refuse_inside("capture() was called")
         if self._captured is not None:
             raise CaptureError(
                 "The chunks are already captured; call release() before capturing again."
@@ -526,6 +529,7 @@ class ChunkGraphs:
         options = {"on_failure": self.options.on_failure, **options}
         captured = CapturedOptimizer(optimizer, self.backend, **options)
         self._optimizers.append(captured)
+        self.memory.step_graphs[self].append(captured.graph)
         return captured
 
     def release(self) -> None:
@@ -534,10 +538,8 @@ class ChunkGraphs:
         All ranks call it between the same steps; warmup begins again. Call it before destroying
         process groups whose collectives are in the graphs; NCCL would wait for these graphs.
         """
-        if self.mode is not StepMode.OUTSIDE:
-            raise SlotError("release() was called inside a step; release between steps.")
+        self.memory.refuse_inside("release() was called", self)
         self._was_released |= self.report is not None
-        self.is_asleep = False
         for optimizer in self._optimizers:
             optimizer.release()
         self._was_replaced = False
@@ -545,7 +547,6 @@ class ChunkGraphs:
         self._samples.restart()
         self._banks.restore()
         self._calls_again = None
-        self._idle_pools.clear()
         self._drop()
         self.forward_only.release()
 
@@ -577,24 +578,14 @@ class ChunkGraphs:
         """Give the memory of slots, scratch and static inputs back; the graphs stay captured.
 
         All ranks call it between the same two steps; it waits for the device. Parameters, buffers
-        and gradients stay. Until `wake`, no step may begin. Without graphs nothing happens.
+        and gradients stay. Until `wake`, no step may begin. Without graphs nothing happens. Graphs
+        of captured optimizers sleep too, as do those of engines that share memory with this one.
 
         Raises:
             ConfigError: the backend was made without ``can_sleep``.
             SlotError: a step is running.
         """
-        if self.mode is not StepMode.OUTSIDE:
-            raise SlotError("sleep() was called inside a step; sleep between steps.")
-        if not self.backend.can_sleep:
-            raise ConfigError(
-                "sleep() needs CaptureOptions(can_sleep=True), or a backend with can_sleep=True."
-            )
-        if (plans := self._pool_plans()) and not self.is_asleep:
-            self.backend.release_cached_memory()  # waits for the device
-            for captured in self._sets() if self._recaptures else ():
-                captured.inputs_slept()
-            self.is_asleep = True
-            pools.sleep(plans)
+        self.memory.sleep()
 
     def wake(self) -> None:
         """Get the memory back, at the same addresses. All ranks call it after `sleep`.
@@ -602,20 +593,17 @@ class ChunkGraphs:
         Raises:
             torch.OutOfMemoryError: too little is free; the graphs sleep on. Call `wake` again.
         """
-        if self.is_asleep:
-            self.backend.release_cached_memory()
-            pools.wake(self._pool_plans(), self.backend, arguments.rank_label(self.chunks))
-            for captured in self._sets():
-                captured.inputs_woke()
-            self.is_asleep = False
+        self.memory.wake(arguments.rank_label(self.chunks))
 
-    def _sets(self) -> list[GraphSet]:
+    @property
+    def is_asleep(self) -> bool:
+        """Return whether the graphs sleep."""
+        return self.memory.is_asleep
+
+    def sets(self) -> list[GraphSet]:
         """Return the graphs of training steps and of forward-only steps, as far as captured."""
         engines = self, *self.forward_only.engines
         return [e._captured for e in engines if e._captured is not None]
-
-    def _pool_plans(self) -> list[pools.PoolPlan]:
-        return [captured.pools for captured in self._sets()]
 
     def watch_memory(self, is_replaced: Callable[[], bool], release: Callable[[], None]) -> None:
         """Capture again after a library has replaced, on any rank, memory that graphs use.

@@ -344,10 +344,9 @@ class Replayer:
         for observer in self._observers:
             observer.after(action, slot)
 
-    def _acquire(self, c: int, key: Hashable, number: int | None = None) -> Slot:
+    def _acquire(self, c: int, key: Hashable) -> Slot:
         assert self._captured is not None
-        number = self._machine.acquire_forward(c) if number is None else number
-        slot = self._captured.banks[key].slots[c][number]
+        slot = self._captured.banks[key].slots[c][self._machine.acquire_forward(c)]
         slot.turn = self._machine.latest_turn
         self._has_replayed = True
         self._banks.advance(c)

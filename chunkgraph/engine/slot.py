@@ -85,9 +85,6 @@ class StaticInputs:
     Args:
         tensors: the tensors, one for each tensor argument.
         nodes: the graph's copies to them; empty if it makes none.
-
-    Attributes:
-        sources: the constant tensor from which each was last loaded, or None.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ class StaticInputs:
             )
         ]
         self._addresses = {t.data_ptr() for t in tensors}
-        self.sources: list[LoadedSource | None] = [None] * len(tensors)
+        self._sources: list[LoadedSource | None] = [None] * len(tensors)
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         """Load a call's tensors, except those that are already there.
@@ -115,7 +112,7 @@ class StaticInputs:
         writes static inputs. They lie outside all pools, so neither replays nor poison reach them;
         a tensor received into one is passed here, which forgets the source.
         """
-        sources = self.sources
+        sources = self._sources
         statics: list[torch.Tensor] = []
         copied: list[torch.Tensor] = []
         for i, address, stride, static, node in self._places:
@@ -154,7 +151,7 @@ class StaticInputs:
 
     def forget_sources(self) -> None:
         """Load every tensor again next time: after a receive without its forward, or a sleep."""
-        self.sources = [None] * len(self.tensors)
+        self._sources = [None] * len(self.tensors)
 
 
 class Outputs:

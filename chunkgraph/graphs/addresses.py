@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, Self
 
 import torch
@@ -92,6 +93,8 @@ class Pool(Protocol):
 
     label: str
     device: torch.device
+    is_asleep: bool = False
+    """Whether its memory was given back."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -110,6 +113,10 @@ class Pool(Protocol):
     @abstractmethod
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
         """Allocate at least 1 byte, outside of captures, until its last tensor is freed."""
+
+    @abstractmethod
+    def serving_this_thread(self) -> AbstractContextManager[None]:
+        """Serve this thread's allocations on the device, of eager work too."""
 
     @abstractmethod
     def sleep(self) -> None:

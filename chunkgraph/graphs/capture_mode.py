@@ -3,8 +3,8 @@
 A CUDA graph runs nothing on the host. A number that a forward computes on the host and passes to a
 kernel is fixed in the graph. So is a tensor that it copies to the device; torch refuses such a
 copy, because the host memory may be freed before a replay. Here the copy comes from memory that
-persists. Random draws on the host and writes to tensors from outside, which no replay repeats, are
-refused.
+persists. Random draws on the host, which no replay repeats, are refused. A host tensor that a
+forward writes is like any Python state.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkgraph.errors import IllegalOperationError
 from chunkgraph.graphs.failure import check_backward, illegal_operation
-from chunkgraph.graphs.operators import OperatorMode, storages_written, tensors_in
+from chunkgraph.graphs.operators import OperatorMode, tensors_in
 from chunkgraph.graphs.random_state import CapturedGenerator, draws
 
 _aten = torch.ops.aten
@@ -80,8 +79,6 @@ class CaptureMode(OperatorMode):
         super().__init__()
         self._label, self._memory, self._generator = label, memory, generator
         self._device_type = device_type
-        # Of the host tensors that the captured work made; the graph does not repeat their writes.
-        self._made: dict[int, StorageWeakRef] = {}
 
     def run_operator(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of the captured work.
@@ -101,16 +98,9 @@ class CaptureMode(OperatorMode):
             return func(*args, **kwargs)
         if draws(func):
             raise self._refused(str(func), "draws random numbers on the host")
-        if not all(map(self._is_made, storages_written(func, args, kwargs))):
-            raise self._refused(str(func), "writes host memory")
         if func is _aten._to_copy.default and self._goes_to_device(args[0], device):
             return self._copy(args[0], device, kwargs)
-        out = func(*args, **kwargs)
-        for tensor in tensors_in(out):
-            if tensor.device.type == "cpu":
-                storage = tensor.untyped_storage()
-                self._made[storage._cdata] = StorageWeakRef(storage)
-        return out
+        return func(*args, **kwargs)
 
     def _goes_to_device(self, tensor: torch.Tensor, device: Any) -> bool:
         to_device = device is not None and torch.device(device).type == self._device_type
@@ -126,10 +116,6 @@ class CaptureMode(OperatorMode):
         if first == first and torch.equal(_raw(host), _raw(first.expand(host.numel()).clone())):
             return target.fill_(first.item())
         return target.copy_(self._memory.hold(host, self._label), non_blocking=True)
-
-    def _is_made(self, tensor: torch.Tensor) -> bool:
-        reference = self._made.get(tensor.untyped_storage()._cdata)
-        return reference is not None and not reference.expired()
 
     def _refused(self, what: str, why: str) -> IllegalOperationError:
         return illegal_operation(what, f"{why}, which a replay does not repeat", self._label)

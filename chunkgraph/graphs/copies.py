@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
 Mark = Any
-Moves = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Pairs of target and source, which are bytes."""
+Parts = Sequence[torch.Tensor]
+"""Memory of the device, as bytes."""
 
 
 class Copier:
     """Copies in both directions at once; those of one direction run one after the other.
 
     Those of the CPU run as late as they may, when somebody waits for them. So a missing wait gives
-    wrong numbers, as it does with a slow link.
+    wrong numbers, as it does with a slow link. What has moved to the host is filled with 0xFF.
     """
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
@@ -32,31 +33,24 @@ class Copier:
         return None
 
     def copy(
-        self,
-        moves: Moves,
-        after: Sequence[Mark],
-        *,
-        to_host: bool,
-        dead: Sequence[torch.Tensor] = (),
+        self, parts: Parts, memory: torch.Tensor, after: Sequence[Mark], *, to_host: bool
     ) -> Mark:
-        """Launch copies, and return their mark.
+        """Launch copies between parts and memory of the host, where they follow each other.
 
         Args:
-            moves: The copies; their memory stays in use until the mark.
-            after: Marks that they wait for.
+            parts: The parts; in use until the mark that is returned.
+            memory: Memory of the host, for all of them or larger; in use until then, too.
+            after: Marks that the copies wait for.
             to_host: The direction.
-            dead: Memory whose contents nobody needs afterwards; on the CPU, it is filled with 0xFF.
         """
-        del to_host
-        left = [moves]
 
+        @cache
         def run() -> None:
-            for mark in after if left else ():
+            for mark in after:
                 self.wait(mark)
-            for target, source in left.pop() if left else ():
-                target.copy_(source)
-                if any(source is memory for memory in dead):
-                    source.fill_(0xFF)
+            self._run(parts, memory, to_host=to_host)
+            for part in parts if to_host else ():
+                part.fill_(0xFF)
 
         return run
 
@@ -64,6 +58,13 @@ class Copier:
         """Let the current stream wait for a mark; the host goes on."""
         if mark is not None:
             mark()
+
+    @staticmethod
+    def _run(parts: Parts, memory: torch.Tensor, *, to_host: bool) -> None:
+        sizes = [part.numel() for part in parts]
+        for part, place in zip(parts, memory[: sum(sizes)].split(sizes), strict=True):
+            target, source = (place, part) if to_host else (part, place)
+            target.copy_(source, non_blocking=True)
 
 
 class CudaCopier(Copier):
@@ -86,23 +87,17 @@ class CudaCopier(Copier):
         return torch.cuda.current_stream(self._device).record_event()
 
     def copy(
-        self,
-        moves: Moves,
-        after: Sequence[Mark],
-        *,
-        to_host: bool,
-        dead: Sequence[torch.Tensor] = (),
+        self, parts: Parts, memory: torch.Tensor, after: Sequence[Mark], *, to_host: bool
     ) -> Mark:
         """See `Copier`."""
-        del dead
         stream = self._streams[to_host]
-        for mark in after:
-            stream.wait_event(mark)
         with torch.cuda.stream(stream):
-            for target, source in moves:
-                target.copy_(source, non_blocking=True)
+            for mark in after:
+                self.wait(mark)
+            self._run(parts, memory, to_host=to_host)
         return stream.record_event()
 
     def wait(self, mark: Mark) -> None:
         """See `Copier`."""
-        torch.cuda.current_stream(self._device).wait_event(mark)
+        if mark is not None:
+            torch.cuda.current_stream(self._device).wait_event(mark)

@@ -75,6 +75,9 @@ class CUDAPool(Pool):
         the segment.
         """
         if num_bytes > 0 and not _keeps_large_blocks_whole():
+            blocks = (block for segment in self._segments() for block in segment["blocks"])
+            if any(b["state"] == "inactive" and b["size"] >= num_bytes for b in blocks):
+                return
             if self._arena is not None:
                 with suppress(torch.OutOfMemoryError):  # torch raises one that says more
                     self._arena.prepare(num_bytes)
@@ -89,11 +92,13 @@ class CUDAPool(Pool):
         """See `Pool`."""
         assert self._arena is not None
         self._arena.sleep()
+        self.is_asleep = True
 
     def wake(self) -> None:
         """See `Pool`."""
         assert self._arena is not None
         self._arena.wake()
+        self.is_asleep = False
 
     def live(self) -> AddressRanges:
         """Return the addresses of allocated blocks, from the allocator's snapshot."""

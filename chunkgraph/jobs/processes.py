@@ -20,8 +20,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
-from chunkgraph._text import escape, shown
-from chunkgraph.errors import ChunkGraphError, ConfigError, WorkerError, describe_loss
+from chunkgraph._text import escape
+from chunkgraph.errors import ChunkGraphError, WorkerError, describe_loss
 
 __all__ = [
     "EXIT_FAILED",
@@ -54,7 +54,6 @@ EXIT_INTERRUPTED = 130
 """Ctrl-C ended the run."""
 
 _FOLLOWS = "another rank"
-_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _SIGNAL_ADVICE: dict[int, str] = {
     signal.SIGKILL: "The system does this if memory runs out: try a smaller model, sequence or "
     "micro batch.",
@@ -88,7 +87,7 @@ def run_rank(work: Callable[[], int], *, debug: bool | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank = 0
     try:
-        rank = _rank()
+        rank = int(os.environ.get("RANK", "0"))
         code = work()
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -103,17 +102,6 @@ def run_rank(work: Callable[[], int], *, debug: bool | None = None) -> int:
     if code == 0:
         end_well()
     return code
-
-
-def _rank() -> int:
-    """Return the rank of this process; refuse variables of the job that are no numbers."""
-    for name in _NUMBERS:
-        if not (value := os.environ.get(name, "0")).isdecimal():
-            raise ConfigError(
-                f"The environment variable {name} is {shown(value)}; it must be a number, as "
-                "torchrun and srun set it. Unset it to start a job here."
-            )
-    return int(os.environ.get("RANK", "0"))
 
 
 def _print_once(error: BaseException, rank: int) -> None:

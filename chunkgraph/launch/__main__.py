@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import math
 import os
 import runpy
@@ -27,6 +28,8 @@ from chunkgraph.errors import ChunkGraphError, ConfigError, TopologyError
 from chunkgraph.jobs.processes import EXIT_FAILED, keep_quiet, leave, run_rank
 from chunkgraph.launch.flags import (
     GRANULARITY,
+    RECORD_VARIABLE,
+    SWITCH,
     GraphFlags,
     explain_in_one_line,
     parse_options,
@@ -75,10 +78,13 @@ def run_script(options: argparse.Namespace) -> int:
             sys.argv = [str(options.script), *script_args]
             from chunkgraph.engine.agreement import lost_ranks_named
             from chunkgraph.launch.hooks import enable
+            from chunkgraph.launch.step_records import StepRecorder
 
             hooks = enable(on_cpu=options.device == "cpu")
         hooks.on_parser = explain_in_one_line
         stack.callback(hooks.disable)
+        if run := os.environ.get(RECORD_VARIABLE):
+            stack.callback(StepRecorder(hooks, **json.loads(run)).close)
         stack.enter_context(lost_ranks_named())
         code, is_over = 0, True
         try:
@@ -151,7 +157,8 @@ def planned_arguments(options: argparse.Namespace) -> tuple[argparse.Namespace, 
         os.environ["WORLD_SIZE"] = str(size)
         flags = settle_arguments(args, on_cpu=False)
         if flags is None:
-            raise ConfigError(f"{GRANULARITY} layer: there are no chunk graphs to plan. Use chunk.")
+            asked = f"{GRANULARITY} {args.cuda_graph_granularity}"
+            raise ConfigError(f"{asked}: there are no chunk graphs to plan. Add {SWITCH}.")
         if size % (least := _smallest_world_size(args)):
             raise TopologyError(
                 f"{size} processes: the products pipeline x tensor x context and pipeline x expert "
@@ -164,7 +171,7 @@ def planned_arguments(options: argparse.Namespace) -> tuple[argparse.Namespace, 
 
     script_args = list(options.script_args)
     if not any(arg.partition("=")[0] == GRANULARITY for arg in script_args):
-        script_args += [GRANULARITY, "chunk"]
+        script_args.append(SWITCH)
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     set_max_connections(script_args)
     os.environ.update(RANK="0", WORLD_SIZE=str(options.nproc_per_node or 1), LOCAL_RANK="0")
@@ -219,7 +226,8 @@ def _warn_if_unused(options: argparse.Namespace, hooks: ChunkGraphsInPretrain) -
         is_unused = hooks.flags is not None and not hooks.has_trained
         reason = "trained nothing with Megatron's pretrain()"
     else:
-        is_unused = any(arg.partition("=")[0] == GRANULARITY for arg in options.script_args)
+        names = {arg.partition("=")[0] for arg in options.script_args}
+        is_unused = not names.isdisjoint((GRANULARITY, SWITCH))
         reason = "never parsed Megatron's arguments"
     if not is_unused:
         return

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from chunkgraph import __version__
 from chunkgraph.errors import ConfigError
-from chunkgraph.launch.flags import GraphFlags, read_flags
+from chunkgraph.launch.flags import SWITCH, GraphFlags, leaves_to_megatron, read_flags
 from chunkgraph.megatron.core.access import import_megatron, versions
 from chunkgraph.megatron.features import FEATURES
 from chunkgraph.megatron.features.experts.overlap import OVERLAP_RULES
@@ -235,6 +236,11 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
     if flags is None:
         if hasattr(args, _WARMUP):
             setattr(args, _WARMUP, int(getattr(args, _WARMUP)))  # without the mark of the default
+        if leaves_to_megatron(args) and os.environ.get("RANK", "0") == "0":
+            sys.stdout.write(
+                "chunk graphs: Megatron captures chunks itself, as --cuda-graph-impl "
+                f"{args.cuda_graph_impl} asks; {SWITCH} would replace its graphs.\n"
+            )
         return None
     facts = _facts(args, flags, on_cpu=on_cpu)
     of_features = (rule for kind in FEATURES for rule in kind.rules)
@@ -273,13 +279,18 @@ def equal_facts(args: argparse.Namespace) -> dict[str, object]:
 def _turn_off(args: argparse.Namespace, schedule: str) -> Iterator[str]:
     """Turn off flags that change no result and that a graph cannot hold; yield a line on each."""
     modules: dict[str, list[str]] = {name: [] for name in _MODULES if getattr(args, name, None)}
-    if args.cuda_graph_granularity == "chunk" and (
-        modules or getattr(args, "cuda_graph_impl", None) == "transformer_engine"
-    ):
+    if modules or getattr(args, "cuda_graph_impl", None) == "transformer_engine":
         vars(args).update(modules)
         yield (
             "chunk graphs: they replace Megatron's graphs of --cuda-graph-impl and "
             "--cuda-graph-modules, since they hold all of a layer."
+        )
+    if args.has_megatron_chunks and args.cuda_graph_granularity == "chunk":
+        args.cuda_graph_granularity = "layer"
+        yield (
+            "chunk graphs: they take over Megatron's --cuda-graph-granularity chunk; with "
+            "--cuda-graph-impl local or transformer_engine, and without --chunkgraph, Megatron "
+            "captures."
         )
     for name, why in _TURNED_OFF.items():
         # A schedule that splits backwards needs the latter; without overlapped transfers it is
@@ -310,7 +321,7 @@ def _refuse(texts: list[str]) -> None:
 def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Facts:
     """Return the facts that the flags state about a model that is not built yet."""
     implementation = getattr(args, "cuda_graph_impl", None)
-    if args.cuda_graph_granularity == "chunk" and implementation in ("local", "transformer_engine"):
+    if implementation in ("local", "transformer_engine"):
         implementation = None  # `settle_arguments` replaces it with `none`
     inference_scope = getattr(args, "inference_cuda_graph_scope", None)
     inference_scope = getattr(inference_scope, "name", inference_scope)

@@ -40,7 +40,11 @@ from chunkgraph.settings.models import Flag
 from chunkgraph.settings.rule import Facts, Rule, check
 from chunkgraph.settings.words import facts_of
 
+RECORD_VARIABLE = "CHUNKGRAPH_RECORD_STEPS"
+"""Environment variable of a comparison's ranks: the run as JSON; see `StepRecorder`."""
 GRANULARITY = "--cuda-graph-granularity"
+SWITCH = "--chunkgraph"
+"""The same as granularity ``chunk``, also where Megatron has graphs of that granularity."""
 _WARMUP = "--cuda-graph-warmup-steps"
 _SEQS = "packing.max_packed_seqs"
 _BARE_SEQS = 50
@@ -77,7 +81,11 @@ class GraphFlags(Section):
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags to Megatron's parser."""
     group = parser.add_argument_group("chunk-wise CUDA graphs")
+    is_megatrons = GRANULARITY in parser._option_string_actions
+    group.add_argument(SWITCH, action="store_true", help=f"The same as {GRANULARITY} chunk.")
     for item in FLAGS:
+        if item.flag == GRANULARITY and is_megatrons:
+            continue
         more: dict[str, Any] = {"type": item.kind, "metavar": "NAME" if item.kind is str else "N"}
         if choices := ("false", "true") if item.kind is bool else item.choices:
             more = {"choices": choices}
@@ -90,7 +98,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default = f" (default: {' '.join(_words_of(item.default))})" if has_default else ""
         text = f"{item.help}{default}"
         group.add_argument(str(item.flag), default=None, help=text.replace("%", "%%"), **more)
-    parser.set_defaults(cuda_graph_granularity="layer")
+    parser.set_defaults(cuda_graph_granularity="layer", has_megatron_chunks=is_megatrons)
     warmup = parser._option_string_actions.get(_WARMUP)
     if warmup is not None and type(warmup.default) is int:
         warmup.default = _MegatronDefault(warmup.default)
@@ -119,8 +127,14 @@ def _values_of(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
+def leaves_to_megatron(args: argparse.Namespace) -> bool:
+    """Return whether the flags ask for Megatron's own graphs of chunks, in a tree that has them."""
+    is_asked = args.cuda_graph_granularity == "chunk" and not args.chunkgraph
+    return is_asked and args.has_megatron_chunks and args.cuda_graph_impl != "none"
+
+
 def read_flags(args: argparse.Namespace) -> GraphFlags | None:
-    """Read the flags; return None for granularity ``layer``, which captures nothing.
+    """Read the flags; return None if they ask for no chunk graphs, or for Megatron's own.
 
     Args:
         args: The namespace from Megatron's parser, with the flags of `add_flags`.
@@ -130,13 +144,16 @@ def read_flags(args: argparse.Namespace) -> GraphFlags | None:
     """
     given = _values_of(args)
     words = {path: " ".join([str(_OPTIONS[path].flag), *_words_of(v)]) for path, v in given.items()}
-    if args.cuda_graph_granularity == "layer":
+    is_megatrons = leaves_to_megatron(args)
+    if is_megatrons or not (args.chunkgraph or args.cuda_graph_granularity == "chunk"):
         words.pop("pipeline.schedule", None)  # it drives eager steps too
         if words:
             unused = ", ".join(words.values())
+            place, remedy = f"{GRANULARITY} layer", f"{GRANULARITY} chunk"
+            if is_megatrons:
+                place, remedy = f"Megatron's --cuda-graph-impl {args.cuda_graph_impl}", SWITCH
             raise ConfigError(
-                f"{unused} has no effect with {GRANULARITY} layer. Add {GRANULARITY} chunk, or "
-                "leave it out."
+                f"{unused} has no effect with {place}. Add {remedy}, or leave it out."
             )
         return None
     problems: list[str] = []
@@ -181,20 +198,16 @@ def _named(path: str) -> str:
 
 _DESCRIPTION = """\
 Run a pretrain script of Megatron-LM, unmodified, with chunk graphs.
-
 The script and its flags come last:
 
-  chunkgraph launch --nproc-per-node 2 pretrain_gpt.py <Megatron's flags> \\
-      --cuda-graph-impl local --cuda-graph-granularity chunk
+  chunkgraph launch --nproc-per-node 2 pretrain_gpt.py <flags> --chunkgraph
 
 Chunk graphs add these flags to the script:
 
 {flags}
 
 Megatron's --cuda-graph-warmup-steps sets the eager steps before the capture.
-
-If RANK and WORLD_SIZE are set, as under torchrun, the script runs in this
-process; otherwise chunkgraph starts its processes on this machine.
+Under torchrun (with RANK and WORLD_SIZE set) the script runs in this process.
 """
 
 
@@ -218,14 +231,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--config",
         metavar="FILE",
         type=Path,
-        help="YAML file as in configs/; its settings become flags, unless the command line sets "
-        "them",
+        help="YAML file as in configs/; its settings become flags",
     )
     parser.add_argument(
         "--nproc-per-node",
         metavar="N",
         type=int,
-        help="processes to start (default: as the pipeline section of --config needs, or 1)",
+        help="processes to start (default: as --config needs, or 1)",
     )
     parser.add_argument(
         "--device",
@@ -385,7 +397,7 @@ def merge_flags(config: Config, script_args: Sequence[str], line: argparse.Names
         ConfigError: A value has no flag in Megatron.
     """
     changes = _values_of(line)
-    if line.cuda_graph_granularity == "layer":
+    if line.cuda_graph_granularity == "layer" and not line.chunkgraph:
         changes["capture.enabled"] = False
     for path, value in changes.items():  # not checked yet
         section, _, name = path.partition(".")
@@ -409,7 +421,7 @@ def flags_of(config: Config) -> list[tuple[str, ...]]:
             own = item.flag and (item.flag, *_words_of(value))
             flags.append(own or (str(item.megatron), *_texts(item.name, value)))
     if config.capture.enabled:
-        flags.append((GRANULARITY, "chunk"))
+        flags.append((SWITCH,))
     return flags
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import statistics
 import sys
 import warnings
 from collections import Counter
@@ -41,6 +42,8 @@ from chunkgraph.launch.patches import (
     pretrain_hooks,
     write_scalars,
 )
+from chunkgraph.launch.step_records import mark
+from chunkgraph.launch.validation import StepChecks
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of, eager_driver
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.core.agreement import exchange_between
@@ -60,6 +63,7 @@ __all__ = ["ChunkGraphsInPretrain", "StepMetrics", "capture_line", "enable", "st
 
 _PROFILES = ("profile", "use_pytorch_profiler", "nvtx_ranges")
 """Megatron's flags of profilers, which show the names of replays."""
+_NUM_TIMED = 20
 _REPLAYS, _DROPPED = ("replays", ""), ("dropped tokens", "")
 """Counts of `StepMetrics`: a name and a reason."""
 
@@ -154,6 +158,7 @@ class ChunkGraphsInPretrain:
                 self._attach(self.flags, model, chunks, undo)
                 if optimizer is not None and self.flags.capture.captures_optimizer:
                     self._attach_optimizer(optimizer, undo)
+                    undo.callback(StepChecks().close)
             elif self._schedule != "auto":
                 self._driver = eager_driver(chunks, self._schedule)
                 undo.callback(self._driver.close)
@@ -253,6 +258,11 @@ class ChunkGraphsInPretrain:
             scale_expert_metrics(*self._steps.metrics_scales)
         if self._metrics is not None:
             self._metrics.step()
+            if (step_ms := self._metrics.replayed_ms()) is not None:
+                line = f"chunk graphs: a replayed step takes {step_ms:.1f} ms"
+                if not pretrain_arguments().cross_entropy_loss_fusion:
+                    line += "; --cross-entropy-loss-fusion saves passes over all logits"
+                _print_on_rank_0(line)
             write_scalars(self._metrics.scalars(), iteration)
         if self._steps is not None:
             self._announce_after(iteration, self._steps)
@@ -356,11 +366,25 @@ class StepMetrics:
         self._graphs = graphs
         self._last = self._line = self._read()
         self._step: Counter[tuple[str, str]] = Counter()
+        self._marks: list[Any] = []
+        self._is_told = False
 
     def step(self) -> None:
         """Record the end of a training step; evaluation since the previous one counts with it."""
         now = self._read()
         self._step, self._last = now - self._last, now
+
+    def replayed_ms(self) -> float | None:
+        """Return, once, the median time of 20 steps in a row that were replayed, in ms."""
+        if len(self._marks) <= _NUM_TIMED:
+            is_replayed = self._step.keys() - {_DROPPED} == {_REPLAYS}
+            self._marks = [*(self._marks if is_replayed else ()), mark()]
+            return None
+        if self._is_told or not self._marks[-1].query():
+            return None
+        self._is_told = True
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return statistics.median(first.elapsed_time(last) for first, last in pairs)
 
     def scalars(self) -> dict[str, float]:
         """Return the last step's metrics by TensorBoard name; memory in bytes, times in seconds."""

@@ -13,8 +13,9 @@ import argparse
 import importlib.util
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from chunkgraph.megatron.core.access import (
     refuse_other_releases,
 )
 from chunkgraph.megatron.core.fused_gradients import fuse_gradients
+from chunkgraph.megatron.optimizer import Instead
 
 if TYPE_CHECKING:
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
@@ -38,6 +40,7 @@ _TRAINING = "megatron.training.training"
 _DATASETS = "megatron.core.datasets.utils"
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 _HOOKS = "chunkgraph_hooks"
+_WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
 
 
 def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Callable[[], None]:
@@ -60,6 +63,7 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
         "training_log",
         "print_rank_last",
     )
+    numbers = LateNumbers()
     log_signature = inspect.signature(log)
     is_logging = False
 
@@ -89,7 +93,8 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
     def train_with_hooks(
         forward_step_func: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        with hooks.training(model, optimizer):
+        writers = [get() if hooks.flags else None for get in private_names(_TRAINING, *_WRITERS)]
+        with hooks.training(model, optimizer), numbers.delayed(*writers):
             return train(forward_step_func, model, optimizer, *args, **kwargs)
 
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
@@ -102,10 +107,12 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_logging
+        numbers.write()  # of the step before
         hooks.before_log(log_signature.bind(*args, **kwargs).arguments["iteration"])
         is_logging = True
         try:
-            return log(*args, **kwargs)
+            with Instead(torch.tensor, _pinned_tensor):
+                return log(*args, **kwargs)
         finally:
             is_logging = False
 
@@ -161,6 +168,60 @@ def _reductions(hooks: ChunkGraphsInPretrain) -> dict[str, Callable[..., Any]]:
     return dict(zip(names, (has_succeeded, maximum), strict=True))
 
 
+def _pinned_tensor(data: Any, *, device: Any = "cpu", **options: Any) -> torch.Tensor:
+    """Return ``torch.tensor(...)``; the host does not wait for the device, as it does there."""
+    is_cuda = torch.device(device).type == "cuda"
+    host = torch.tensor(data, device="cpu", pin_memory=is_cuda, **options)
+    return host.to(device, non_blocking=True)
+
+
+class LateNumbers:
+    """Numbers for TensorBoard and W&B, which are written when the device has computed them."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[torch.cuda.Event, Callable[[], Any]]] = []
+
+    @contextmanager
+    def delayed(self, tensorboard: Any, wandb: Any) -> Iterator[None]:
+        """Let these writers, or None, write at the next `write`, or at the end."""
+
+        def finish(*args: Any, **kwargs: Any) -> Any:
+            self.write()
+            return end(*args, **kwargs)
+
+        with ExitStack() as undo:
+            if tensorboard is not None:
+                later = partial(self._add, tensorboard.add_scalar)
+                undo.callback(patch_attributes(tensorboard, {"add_scalar": later}))
+            if wandb is not None:
+                later, end = partial(self._add, wandb.log), wandb.finish
+                undo.callback(patch_attributes(wandb, {"log": later, "finish": finish}))
+            # Not after an error: the device may never be done.
+            undo.push(lambda kind, *_: self.write() if kind in (None, SystemExit) else None)
+            yield
+
+    def write(self) -> None:
+        """Write the numbers so far."""
+        calls, self._calls = self._calls, []
+        for event, call in calls:
+            event.synchronize()
+            call()
+
+    def _add(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        call = partial(function, *map(_sent, args), **_sent(kwargs))
+        self._calls.append((event := torch.cuda.Event(), call))
+        event.record()
+
+
+def _sent(value: Any) -> Any:
+    """Return a value with tensors on their way to pinned memory."""
+    if isinstance(value, dict):
+        return {key: _sent(one) for key, one in value.items()}
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", non_blocking=True, copy=True)
+    return value
+
+
 class UnitScale:
     """A loss scale of 1, known to the host; it multiplies as Megatron's tensor does."""
 
@@ -211,9 +272,7 @@ def _line_of(error: BaseException) -> str:
 
 def write_scalars(scalars: Mapping[str, float], iteration: int) -> None:
     """Write scalars of this iteration to TensorBoard and W&B, if enabled."""
-    get_tensorboard, get_wandb = private_names(
-        _TRAINING, "get_tensorboard_writer", "get_wandb_writer"
-    )
+    get_tensorboard, get_wandb = private_names(_TRAINING, *_WRITERS)
     if iteration % max(getattr(pretrain_arguments(), "tensorboard_log_interval", 1), 1):
         return
     if tensorboard := get_tensorboard():

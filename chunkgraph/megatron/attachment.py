@@ -68,6 +68,7 @@ def attach(  # the options of a job, as keywords
     num_slots: Sequence[int] | None = None,
     backend: GraphBackend | None = None,
     progress: OnCapture | None = None,
+    shares_memory_with: MegatronChunkGraphs | None = None,
 ) -> MegatronChunkGraphs:
     """Attach chunk graphs to every chunk of this rank's model.
 
@@ -106,6 +107,9 @@ def attach(  # the options of a job, as keywords
         progress: Callback after every captured graph. It receives the number of captured graphs,
             the number of all graphs of this rank, and the free bytes of the device (None if
             unknown).
+        shares_memory_with: Graphs of another model whose steps never overlap with those of this
+            one, such as the policy of a reference model. Slots and scratch of both lie in the same
+            memory, and both sleep together.
 
     Raises:
         ConfigError: The model uses something that a chunk graph cannot hold, a chunk has no block,
@@ -141,7 +145,7 @@ def attach(  # the options of a job, as keywords
             site.find_parts()
             own = (kind.of(site, undo) for kind in kinds)
             installed = Features((feature for feature in own if feature is not None), progress)
-            graphs = MegatronChunkGraphs(site, installed, undo, backend)
+            graphs = MegatronChunkGraphs(site, installed, undo, backend, shares_memory_with)
             failure.callback(graphs.detach)
             for part in site.parts:
                 call = partial(graphs.receiver.call, part.index)
@@ -185,9 +189,11 @@ class MegatronChunkGraphs:
         features: Features,
         undo: ExitStack,
         backend: GraphBackend | None,
+        shares_memory_with: MegatronChunkGraphs | None = None,
     ) -> None:
         is_split = site.schedule is not None and site.schedule.splits_backward
         program = SPLIT if is_split else None
+        other: ChunkGraphs | None = getattr(shares_memory_with, "engine", None)
         self.engine = engine = ChunkGraphs(
             [
                 replace(features.wrap(part), keeps_input_grads=not lends, program=program)
@@ -201,6 +207,7 @@ class MegatronChunkGraphs:
             banks=Banks() if features.plans is None else features.plans.banks,
             backend=backend,
             schedule=site.rank_schedule,
+            shares_memory_with=other,
         )
         if features.only_training:
             engine.forward_only.why_not = f"they have {features.only_training}"
@@ -462,6 +469,7 @@ class MegatronChunkGraphs:
         """
         step = MegatronOptimizerStep(optimizer, self.site, self.engine.backend)
         self._undo.callback(step.close)
+        self.engine.memory.step_graphs[self.engine] += [step.gradients, step.casts]
         return step
 
     def name_replays(self) -> None:

@@ -56,7 +56,7 @@ class _HostNorm:
     read: Callable[[], float] | None = None
 
 
-class _Instead(TorchFunctionMode):
+class Instead(TorchFunctionMode):
     """Call ``replacement`` in place of one method of tensors."""
 
     def __init__(self, method: Any, replacement: Callable[..., Any]) -> None:
@@ -182,7 +182,7 @@ class MegatronOptimizerStep:
     def _cast(self) -> None:
         """Copy main parameters to model parameters, all at once."""
         copies: dict[torch.Tensor, torch.Tensor] = {}
-        with _Instead(torch.Tensor.copy_, copies.__setitem__):
+        with Instead(torch.Tensor.copy_, copies.__setitem__):
             for part in self._casting:
                 part._copy_main_params_to_model_params()
         if copies:
@@ -243,7 +243,7 @@ def _functions_on_device() -> dict[str, Callable[..., Any]]:
             tensors.append(tensor.reshape(()))
             return tensors[-1].double()
 
-        with _Instead(torch.Tensor.item, keep):
+        with Instead(torch.Tensor.item, keep):
             return function(*args, **kwargs), tensors
 
     def get_grad_norm_fp32(*args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ _QUANTIZED_WEIGHTS = (
     "Python state decides whether to update the cached quantized weights, and a replay freezes it"
 )
 _FP8_ATTENTION = "Python code copies and sets the scales of its FP8 tensors in every call"
-_QUEUES = "its queues are Python state that a replay does not advance"
+_QUEUES = "its queues are Python state that a replay does not advance; use {max_slot_memory=}"
 _OUTSIDE = "weight gradients would be computed outside the graph"
 _SAFE_RNG = "use {te_rng_tracker=true}"
 

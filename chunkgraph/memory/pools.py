@@ -18,7 +18,8 @@ separate: its backward reuses memory that the forward frees, like an eager pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -45,8 +46,8 @@ class PoolPlan:
         plan: See the module's table.
         backend: Backend that creates the pools.
         label: Prefix of the pools' names.
-        idle: Pools of other sessions that are dead in the steps of this one. One of them serves as
-            scratch, or as the pool of the first slot.
+        idle: Plans of graphs that are replayed in other steps; their memory is dead in the steps of
+            this session. Their pools serve first, in the order scratch, last slot, to first slot.
 
     Attributes:
         scratch: The pool that all backwards share; None: they use those of the slots.
@@ -55,11 +56,11 @@ class PoolPlan:
     """
 
     def __init__(
-        self, plan: MemoryPlan, backend: GraphBackend, label: str, idle: Sequence[Pool] = ()
+        self, plan: MemoryPlan, backend: GraphBackend, label: str, idle: Sequence[PoolPlan] = ()
     ) -> None:
         self.plan = plan
         self._backend = backend
-        self._idle = [*idle[:1]]
+        self._idle = deque(distinct(pool for other in idle for pool in reversed(other.pools)))
         self.scratch: Pool | None = None
         if plan != "pool_per_slot":
             self.scratch = self._new_pool(f"{label} scratch")
@@ -67,7 +68,7 @@ class PoolPlan:
         self.slot_pools: list[Pool] = []
 
     def _new_pool(self, label: str) -> Pool:
-        return self._idle.pop() if self._idle else self._backend.new_pool(label)
+        return self._idle.popleft() if self._idle else self._backend.new_pool(label)
 
     def forward_pool(self, slot_label: str, num_bytes: int = 0) -> Pool:
         """Return the pool for a new slot's forward.
@@ -119,40 +120,34 @@ class PoolPlan:
         return [*self.pools, *([self.static] if self.static else [])]
 
 
-def sleep(plans: Sequence[PoolPlan]) -> None:
-    """Give the memory of all plans back to the device, which has finished all work."""
-    for pool in _distinct(plans):
-        pool.sleep()
-
-
-def wake(plans: Sequence[PoolPlan], backend: GraphBackend, label: str) -> None:
+def wake(pools: Sequence[Pool], backend: GraphBackend, label: str) -> None:
     """Get memory for the same addresses again.
 
     Args:
-        plans: The plans, which sleep.
-        backend: Backend of their pools.
-        label: Name of the rank in errors.
+        pools: The pools, which sleep.
+        backend: Their backend.
+        label: Name of the rank, or of the memory, in errors.
 
     Raises:
         torch.OutOfMemoryError: too little is free; all pools still sleep.
     """
-    pools = _distinct(plans)
     try:
         for pool in pools:
             pool.wake()
     except RuntimeError as error:
-        sleep(plans)
+        for pool in pools:
+            pool.sleep()
         if not isinstance(error, torch.OutOfMemoryError):
             raise
         needed, free = sum(p.reserved_bytes for p in pools), backend.free_bytes() or 0
         raise torch.OutOfMemoryError(
-            f"{label}: waking the graphs needs {needed / 2**20:.0f} MiB, but only "
-            f"{free / 2**20:.0f} MiB of {backend.device} are free. They still sleep.\n"
-            "  To do: free memory, such as that of an inference engine in this or another "
-            "process, and call wake() again; or call release()."
+            f"{label}: waking needs {needed / 2**20:.0f} MiB, but only {free / 2**20:.0f} MiB of "
+            f"{backend.device} are free. The memory still sleeps.\n  To do: free memory, such as "
+            "that of an inference engine in this or another process, and call wake() again; or "
+            "release() graphs."
         ) from error
 
 
-def _distinct(plans: Sequence[PoolPlan]) -> list[Pool]:
-    """Return each pool once: graphs of other steps may share one."""
-    return list({id(pool): pool for plan in plans for pool in plan.every}.values())
+def distinct(pools: Iterable[Pool]) -> list[Pool]:
+    """Return each pool once, in order: graphs of other steps may share one."""
+    return list({id(pool): pool for pool in pools}.values())

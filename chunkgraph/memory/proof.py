@@ -10,7 +10,8 @@ from another capture. Let R(k) be this memory. No graph of another slot, or of a
 write it: one that does overwrites it, and only its replay gives it a value.
 
 A slot may have several variants, of which one is in flight at a time. No graph of another variant
-of slot k runs in between, so graphs of k's variants count as graphs of k.
+of slot k runs in between, so graphs of k's variants count as graphs of k. So do the slots of
+another session, with a microbatch in flight only in steps of its own.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class SlotFootprint:
             backend knows it.
         live: L(k), the memory that must survive from the slot's forward to its backward.
         writes: W(G) by label, for each graph of the slot and for loading its inputs.
+        session: Key of its session; slots of two sessions are never in flight together.
     """
 
     label: str
@@ -40,6 +42,7 @@ class SlotFootprint:
     writes: dict[str, AddressRanges]
     slot: Hashable = None
     reads: AddressRanges = field(default_factory=AddressRanges)
+    session: int = 0
 
     def foreign(self) -> AddressRanges:
         """Return R(k), the memory of ``reads`` that no graph of the slot writes."""
@@ -58,7 +61,8 @@ def find_conflicts(slots: Sequence[SlotFootprint]) -> list[tuple[str, str, Addre
             if writer is reader:
                 continue
             is_variant = reader.slot is not None and writer.slot == reader.slot
-            read = foreign if is_variant else reader.live | foreign
+            may_share = is_variant or writer.session != reader.session
+            read = foreign if may_share else reader.live | foreign
             for graph, writes in writer.writes.items():
                 common = writes & read
                 if common:

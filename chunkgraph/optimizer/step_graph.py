@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import Graph, GraphBackend
+from chunkgraph.errors import CaptureError, SlotError
+from chunkgraph.graphs import Graph, GraphBackend, Pool
 
 
 class StepGraph:
@@ -31,6 +31,7 @@ class StepGraph:
     Attributes:
         num_captures: Captures so far.
         num_replays: Replays so far.
+        pool: The graph's memory, of which nothing is needed between two steps; None: no graph.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class StepGraph:
         self._known: Hashable = None  # facts of the graph, or at the end of the last eager step
         self._graph: Graph | None = None
         self._result: Any = None
+        self.pool: Pool | None = None
 
     def is_ready(self) -> bool:
         """Return whether this step can replay, after capturing the work if it was not captured.
@@ -71,6 +73,11 @@ class StepGraph:
     def replay(self) -> Any:
         """Replay the graph; return what the work returned: tensors until the next replay."""
         assert self._graph is not None
+        assert self.pool is not None
+        if self.pool.is_asleep:
+            raise SlotError(
+                f"The step of {self._label} was called while graphs sleep. Call wake() before."
+            )
         self._graph.replay()
         self.num_replays += 1
         return self._result
@@ -82,7 +89,7 @@ class StepGraph:
     def release(self) -> None:
         """Free the graph and its memory; the next step is eager."""
         graph, self._graph, self._known = self._graph, None, None
-        self._result = None
+        self._result = self.pool = None
         if graph is not None:
             self._backend.synchronize()
             graph.release()
@@ -98,5 +105,5 @@ class StepGraph:
                 raise
             warnings.warn(f"{error}\nThe optimizer runs eagerly on this rank.", stacklevel=5)
             return
-        self._graph = graph
+        self._graph, self.pool = graph, pool
         self.num_captures += 1

@@ -56,8 +56,6 @@ class ContextLimits:
                 f"sizes: a group of {max(self.sizes)} is larger than the world of "
                 f"{self.world_size} ranks."
             )
-        if self.multiple_of < 1:
-            raise PackingError(f"multiple_of is {self.multiple_of}; it must be at least 1.")
         for size in self.group_sizes:
             self.shape(size)
 
@@ -160,7 +158,7 @@ def schedule_contexts(
     Raises:
         PackingError: there is no document, or one fits no group.
     """
-    tokens = [int(length) for length in check_lengths(lengths, "the global batch")]
+    tokens = [int(length) for length in check_lengths(lengths)]
     for place, length in enumerate(tokens):
         if limits.smallest_size(length) is None:
             largest = limits.group_sizes[0]

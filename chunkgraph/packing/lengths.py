@@ -23,7 +23,6 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.packing.offsets import MAX_TOKENS
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_OLD_MAGIC = b"TNTIDX\x00\x00"
 _COUNTS = struct.Struct("<QBQQ")
 _HEADER_BYTES = len(_MAGIC) + _COUNTS.size
 _VERSION = 1
@@ -32,7 +31,6 @@ _MAX_DOCUMENTS = 2**20
 """Of a longer index only the beginning is read: millions of lengths tell no more."""
 _MAX_TEXT_BYTES = 2 * 2**20
 _MAX_ARRAY_BYTES = 8 * _MAX_DOCUMENTS + 1024
-_ARRAY_MAGIC = b"\x93NUMPY"
 _WHAT = "the lengths"
 _BYTES_PER_SEQUENCE = 4 + 8
 _BYTES_PER_BOUNDARY = 8
@@ -94,8 +92,6 @@ def _read_array(path: Path, name: str) -> NDArray[np.int64]:
     advice = "Pass an array with the lengths of a sample of the documents."
     content = read_input(path, _WHAT, advice, _MAX_ARRAY_BYTES)
     try:
-        if not content.startswith(_ARRAY_MAGIC):  # numpy would also open archives
-            raise ValueError("it does not begin as one")
         array = np.load(io.BytesIO(content), allow_pickle=False)
     except Exception as error:  # noqa: BLE001 - damaged headers raise errors of many kinds
         raise ConfigError(
@@ -195,10 +191,6 @@ def read_megatron_index(path: Path, limit: int | None = None) -> NDArray[np.int6
 
 
 def _read_counts(header: bytes, name: str) -> tuple[int, int]:
-    if header.startswith(_OLD_MAGIC):
-        raise ConfigError(
-            f"{name}: an index of the older TNTIDX format. Preprocess the data with Megatron-core."
-        )
     if not header.startswith(_MAGIC) or len(header) < _HEADER_BYTES:
         raise ConfigError(
             f"{name}: not the index of a Megatron dataset (it does not begin with MMIDIDX)."
@@ -216,18 +208,13 @@ def _documents(
     lengths: NDArray[np.int32], boundaries: NDArray[np.int64], name: str
 ) -> NDArray[np.int64]:
     num_sequences = len(lengths)
-    is_rising = bool((boundaries[1:] >= boundaries[:-1]).all())
     # The index of an empty dataset may have no boundary.
     ends = (boundaries[0], boundaries[-1]) if len(boundaries) else (0, 0)
-    if not is_rising or ends != (0, num_sequences):
+    is_rising = bool((boundaries[1:] >= boundaries[:-1]).all())
+    if not is_rising or ends != (0, num_sequences) or (lengths < 0).any():
         raise ConfigError(
-            f"{name}: the document boundaries do not rise from 0 to {num_sequences} sequences. "
-            "The file is damaged."
-        )
-    if num_sequences and lengths.min() < 0:
-        index = int(np.argmax(lengths < 0))
-        raise ConfigError(
-            f"{name}: sequence {index} has a length of {lengths[index]}. The file is damaged."
+            f"{name}: the document boundaries do not rise from 0 to {num_sequences} sequences, or "
+            "a sequence has a negative length. The file is damaged."
         )
     totals = np.zeros(num_sequences + 1, dtype=np.int64)
     np.cumsum(lengths, out=totals[1:])

@@ -12,52 +12,39 @@ from chunkgraph.errors import PackingError
 
 MAX_TOKENS = 2**31 - 1
 """The largest offset: attention kernels read int32."""
-_INT64_MAX = 2**63 - 1
 
 Lengths = Sequence[int] | NDArray[np.integer]
 
 
-def located(where: str) -> str:
-    """Return the beginning of an error message, such as ``rank 3, microbatch 7: ``."""
-    return f"{where}: " if where else ""
-
-
-def check_lengths(lengths: Lengths, where: str = "") -> NDArray[np.int64]:
+def check_lengths(lengths: Lengths) -> NDArray[np.int64]:
     """Return the lengths as an array, int64 [documents]; int64 arrays are not copied.
 
     Args:
         lengths: tokens of each document.
-        where: the place that a message names, such as ``"rank 3, microbatch 7"``.
 
     Raises:
-        PackingError: there is no document, one has less than one token or more than int64 holds,
-            or the lengths are not a list of integers.
+        PackingError: there is no document, one has less than one token, or the lengths are not a
+            list of integers.
     """
-    array = _as_array(lengths, f"{located(where)}document lengths must be a list of integers")
+    array = _as_array(lengths, "document lengths must be a list of integers")
     if array.size == 0:
         raise PackingError(
-            f"{located(where)}a microbatch without documents cannot be packed. Add at least one "
+            "a microbatch without documents cannot be packed. Add at least one "
             "document, or leave it out."
         )
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise PackingError(
-            f"{located(where)}document lengths must be a list of integers, not {array.dtype} of "
+            f"document lengths must be a list of integers, not {array.dtype} of "
             f"shape {list(array.shape)}."
         )
+    array = array.astype(np.int64, copy=False)
     if array.min() < 1:
         index = int(np.argmax(array < 1))
         raise PackingError(
-            f"{located(where)}document {index} of {array.size} has a length of {array[index]}. "
+            f"document {index} of {array.size} has a length of {array[index]}. "
             "Every document needs at least 1 token: drop empty documents before packing."
         )
-    # Unsigned values beyond int64 would become negative.
-    if int(array.max()) > _INT64_MAX:
-        index = int(np.argmax(array))
-        raise PackingError(
-            f"{located(where)}document {index} of {array.size} has {array[index]} tokens; a "
-            f"document has at most {MAX_TOKENS}."
-        )
-    return array.astype(np.int64, copy=False)
+    return array
 
 
 def check_offsets(cu_seqlens: ArrayLike, num_tokens: int, where: str = "") -> None:
@@ -73,11 +60,12 @@ def check_offsets(cu_seqlens: ArrayLike, num_tokens: int, where: str = "") -> No
             start at 0, decrease, or exceed ``num_tokens``. Equal neighbours are empty sequences, as
             in arrays padded to a fixed shape.
     """
-    offsets = _as_array(cu_seqlens, f"{located(where)}cu_seqlens must be a list of integers")
+    place = f"{where}: " if where else ""
+    offsets = _as_array(cu_seqlens, f"{place}cu_seqlens must be a list of integers")
     problem = _problem(offsets, num_tokens)
     if problem is not None:
         raise PackingError(
-            f"{located(where)}{problem} cu_seqlens must be int32, start at 0, rise by each "
+            f"{place}{problem} cu_seqlens must be int32, start at 0, rise by each "
             f"document's length and end at or below the microbatch's {num_tokens} tokens."
         )
 

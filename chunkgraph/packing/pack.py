@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chunkgraph.errors import PackingError
-from chunkgraph.packing.offsets import Lengths, check_lengths, located
+from chunkgraph.packing.offsets import Lengths, check_lengths
 from chunkgraph.packing.shape import OverflowReason, PackedShape, overflow_reason
 
 _Value = TypeVar("_Value", bound=np.generic)
@@ -60,13 +60,12 @@ class PackedSequences:
     """T, the most rows of any sequence of this shape."""
     num_documents: int
 
-    def place(self, values: NDArray[_Value], fill: object = 0) -> NDArray[_Value]:
-        """Return the values of tokens in the tokens' rows.
+    def place(self, values: NDArray[_Value]) -> NDArray[_Value]:
+        """Return the values of tokens in the tokens' rows, and 0 in padding rows.
 
         Args:
             values: a value for each token, without padding, [num_valid_tokens, ...], for example
                 tokens, labels or a loss mask.
-            fill: the value of padding rows.
 
         Returns:
             A new array, [T, ...], of the same dtype.
@@ -78,7 +77,7 @@ class PackedSequences:
             raise PackingError(
                 f"{len(values)} values for documents of {self.num_valid_tokens} tokens."
             )
-        rows = np.full((self.shape.max_packed_tokens, *values.shape[1:]), fill, dtype=values.dtype)
+        rows = np.zeros((self.shape.max_packed_tokens, *values.shape[1:]), dtype=values.dtype)
         rows[~self.padding_mask] = values
         return rows
 
@@ -109,21 +108,20 @@ class PackedSequences:
         return rows
 
 
-def pack(lengths: Lengths, shape: PackedShape, *, where: str = "") -> PackedSequences:
+def pack(lengths: Lengths, shape: PackedShape) -> PackedSequences:
     """Lay out documents one after the other in a fixed shape.
 
     Args:
         lengths: tokens of each document, in the order of the layout.
         shape: the shape, which the documents must fit (`reason_not_to_fit`).
-        where: the place that a message names, such as ``"rank 3, microbatch 7"``.
 
     Raises:
         PackingError: there is no document, one has less than one token, or they do not fit.
     """
-    tokens = check_lengths(lengths, where)
+    tokens = check_lengths(lengths)
     reason = overflow_reason(tokens, shape)
     if reason is not None:
-        raise PackingError(_overflow_message(tokens, shape, reason, where))
+        raise PackingError(_overflow_message(tokens, shape, reason))
     rows = shape.padded_lengths(tokens)
     num_documents, num_rows = tokens.size, int(rows.sum())
     row_ends = np.cumsum(rows)
@@ -159,9 +157,7 @@ def pack(lengths: Lengths, shape: PackedShape, *, where: str = "") -> PackedSequ
     )
 
 
-def _overflow_message(
-    tokens: NDArray[np.int64], shape: PackedShape, reason: OverflowReason, where: str
-) -> str:
+def _overflow_message(tokens: NDArray[np.int64], shape: PackedShape, reason: OverflowReason) -> str:
     match reason:
         case OverflowReason.DOCUMENT_TOO_LONG:
             index = int(np.argmax(tokens))
@@ -175,6 +171,6 @@ def _overflow_message(
             rows = int(shape.padded_lengths(tokens).sum())
             detail = f"{rows} tokens with padding, of {shape.max_packed_tokens}"
     return (
-        f"{located(where)}the documents do not fit: {reason.value} ({detail}). Call "
+        f"the documents do not fit: {reason.value} ({detail}). Call "
         "reason_not_to_fit() first and run the step eagerly, or raise the limit."
     )

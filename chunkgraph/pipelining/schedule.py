@@ -24,9 +24,8 @@ from chunkgraph.engine.chunk import is_integer
 from chunkgraph.engine.split import WeightBackwards
 from chunkgraph.errors import ChunkGraphError, ConfigError, ReplayMismatchError
 from chunkgraph.pipelining.data_parallel import refuse_too_few_steps
-from chunkgraph.pipelining.receives import ReceiveMemory
 from chunkgraph.pipelining.slots import ScheduleSlots, actions_of, slots_of
-from chunkgraph.pipelining.stage import GraphedLoss, StageReplays, graphed
+from chunkgraph.pipelining.stage import StageReplays, graphed
 from chunkgraph.schedules import Schedule
 from chunkgraph.slots import RankSchedule
 
@@ -49,7 +48,6 @@ class GraphedSchedule:
             latter become graphed ones.
         make: Function that creates the schedule of these stages for a number of microbatches.
         counts: The numbers of microbatches that steps may have.
-        loss: The `GraphedLoss`, if the schedules have it as their ``loss_fn``.
         options: See `CaptureOptions`.
         **settings: Further arguments of `ChunkGraphs`.
 
@@ -59,7 +57,6 @@ class GraphedSchedule:
     Attributes:
         graphs: The rank's chunk graphs.
         slots: The slots of the pipeline.
-        receive_memory: Memory of the receives in replayed steps.
         sleep: See `ChunkGraphs.sleep`.
         wake: See `ChunkGraphs.wake`.
 
@@ -78,16 +75,13 @@ class GraphedSchedule:
         make: Callable[[int], Any],
         counts: Sequence[int] = (),
         *,
-        loss: GraphedLoss | None = None,
         options: CaptureOptions | None = None,
         **settings: Any,
     ) -> None:
         given = list(stages) if isinstance(stages, Sequence) else [stages]
         self._make = make
-        self._loss = loss
         self._is_training: bool | None = None
         self._kept: dict[int, Any] = {}  # schedules by count
-        self.receive_memory = ReceiveMemory()
         self._agree = _agree_in(getattr(given[0], "group", None) if given else None)
         options, rank = options or CaptureOptions(), dist.get_rank()
         with refused_together(self._agree, rank):
@@ -96,8 +90,7 @@ class GraphedSchedule:
             self._fitting = set(self._counts)
             self.slots = reduce(or_, map(self._plan, self._counts), ScheduleSlots())
             self._replays = [
-                StageReplays(stage, loss, self.receive_memory, is_split=self.slots.is_split)
-                for stage in self._stages
+                StageReplays(stage, is_split=self.slots.is_split) for stage in self._stages
             ]
             self.graphs = self._new_graphs(options, settings)
         self.sleep, self.wake = self.graphs.sleep, self.graphs.wake
@@ -133,18 +126,13 @@ class GraphedSchedule:
             The result of the schedule's ``step``.
 
         Raises:
-            ConfigError: The count is missing or invalid, or needs more slots than were planned, or
-                the stages belong to a later `GraphedSchedule`.
+            ConfigError: The count is missing or invalid, or needs more slots than were planned.
             ReplayMismatchError: A microbatch does not match the capture.
             CaptureError: A stage could not be captured.
         """
         count = self._count(num_microbatches)
-        self._check_stages()
         self._check_slots(count)
         schedule = self._schedule(count, is_training=True)
-        if self._loss is not None:
-            targets = kwargs.get("target_mbs") or _split(kwargs.get("target"), count)
-            self._loss.begin_step(targets, kwargs.get("loss_kwargs") or {})
         with ExitStack() as stack:
             for own in self._replays:
                 stack.enter_context(own.step())
@@ -158,8 +146,8 @@ class GraphedSchedule:
     def eval(self, *args: Any, num_microbatches: int | None = None, **kwargs: Any) -> Any:
         """Run one evaluation step, for any count; see ``eval`` of torch's schedules.
 
-        With gradients disabled it replays forward graphs, after a first such step. With a
-        `GraphedLoss`, or stages in wrappers for data parallelism, it runs eagerly.
+        With gradients disabled it replays forward graphs, after a first such step. With stages in
+        wrappers for data parallelism it runs eagerly.
         """
         count = self._count(num_microbatches)
         schedule = self._schedule(count, is_training=False)
@@ -184,16 +172,6 @@ class GraphedSchedule:
                 f"num_microbatches is {shown(num_microbatches)}; pass a whole number, 1 or greater."
             )
         return num_microbatches
-
-    def _check_stages(self) -> None:
-        """Check that no later `GraphedSchedule` has captured the stages."""
-        for stage, own in zip(self._stages, self._replays, strict=True):
-            if stage.replays is not own:
-                raise ConfigError(
-                    f"Stage {stage.stage_index} belongs to a GraphedSchedule that was created "
-                    "later. Call the step of that one, or create other stages of the same modules "
-                    "for each."
-                )
 
     def _check_slots(self, count: int) -> None:
         """Check that the schedule for a count fits the slots."""
@@ -223,13 +201,7 @@ class GraphedSchedule:
 
     def _new(self, count: int) -> Any:
         """Create the schedule for a count; check that it has that count and the captured stages."""
-        try:
-            schedule = self._make(count)
-        except (TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"make({count}) raised {type(error).__name__}: {error}. Let it return a schedule "
-                "of the rank's stages: torch's classes for several stages take a list of them."
-            ) from error
+        schedule = self._make(count)
         actual = getattr(schedule, "_n_microbatches", count)
         if schedule is None or actual != count:
             what = "None" if schedule is None else f"a schedule of {actual} microbatches"
@@ -258,7 +230,8 @@ class GraphedSchedule:
         self._is_training = is_training
         if count not in self._kept:
             self._kept[count] = self._new(count)
-        for stage in self._stages:
+        for stage, own in zip(self._stages, self._replays, strict=True):
+            own.take_stage()
             stage.chunks = max(self._kept)  # another schedule may have lowered it
         return self._kept[count]
 
@@ -294,11 +267,10 @@ class GraphedSchedule:
             **settings,
         )
         weights = WeightBackwards(graphs)
-        for index, (stage, own) in enumerate(zip(self._stages, self._replays, strict=True)):
+        for index, own in enumerate(self._replays):
             own.join(graphs, weights, index)
-            stage.replays = own
             if not own.is_plain:
-                graphs.forward_only.why_not = "a loss or a wrapper belongs to the stage"
+                graphs.forward_only.why_not = "a wrapper belongs to the stage"
         return graphs
 
 
@@ -318,11 +290,6 @@ def _checked(counts: object) -> tuple[int, ...]:
 
 def _listed(counts: Sequence[int]) -> str:
     return ", ".join(map(str, counts[:-1])) + " or " * (len(counts) > 1) + str(counts[-1])
-
-
-def _split(target: torch.Tensor | None, count: int) -> Sequence[torch.Tensor]:
-    """Return the targets of the microbatches, as torch splits them."""
-    return () if target is None else torch.tensor_split(target, count)
 
 
 def _agree_in(group: dist.ProcessGroup | None) -> Maximum | None:

@@ -1,16 +1,15 @@
-"""`GraphedStage`: a stage of torch.distributed.pipelining that replays its module, and the loss."""
+"""`GraphedStage`: a stage of torch.distributed.pipelining that replays its module."""
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
@@ -27,8 +26,9 @@ from chunkgraph.pipelining.data_parallel import (
     reshard,
     unwrapped,
 )
-from chunkgraph.pipelining.receives import META, ReceiveMemory, allocate, empty_on, free
 
+_META = torch.device("meta")
+"""Where torch before 2.15 has a receive buffer that is not in use; torch 2.15 has None there."""
 _OVERRIDDEN = ("forward_one_chunk", "forward_maybe_with_nosync", "backward_maybe_with_nosync")
 
 
@@ -36,7 +36,9 @@ class GraphedStage(PipelineStage):
     """A `PipelineStage` that a `GraphedSchedule` captures; it takes the same arguments.
 
     Without a `GraphedSchedule` it behaves like a `PipelineStage`, and training warns of that once.
-    Evaluation and torch's shape inference call the module.
+    Evaluation and torch's shape inference call the module. Receive buffers exist from a receive to
+    its use. Torch before 2.15 keeps a buffer for every microbatch, and on it the input gradient of
+    the last step.
 
     Attributes:
         replays: The calls of the module's graphs in training steps; None without a
@@ -47,13 +49,13 @@ class GraphedStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Return the receives of a microbatch's inputs."""
-        allocate(self.args_recv_info[fwd_chunk_id], self.new_buffer)
+        _allocate(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         """Return the receives of a microbatch's output gradients."""
         if self.has_backward:
-            allocate(self.grad_recv_info[bwd_chunk_id], self.new_buffer)
+            _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def set_local_bwd_input(
@@ -61,16 +63,15 @@ class GraphedStage(PipelineStage):
     ) -> None:
         """Take a microbatch's output gradients from the next stage, which is on this rank."""
         if any(grad is None for grad in next_stage_bwd_outputs):
-            allocate(self.grad_recv_info[mb_index], self.new_buffer)  # torch sets them to zero
+            _allocate(self.grad_recv_info[mb_index], self.device)  # torch sets them to zero
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a microbatch, which takes its inputs from the buffers."""
         infos: Sequence[Any] = () if self.is_first else self.args_recv_info[fwd_chunk_id]
-        unused = [empty_on(META, info.buffer) for info in infos]
+        unused = [_empty_on(_META, info.buffer) for info in infos]
         try:
             if self.replays is not None:
-                self.replays.microbatch = fwd_chunk_id
                 for index, info in enumerate(infos):
                     info.buffer = self.replays.landed(index, info.buffer)
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
@@ -82,18 +83,13 @@ class GraphedStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the backward of a microbatch, which takes its output gradients from the buffers."""
         result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        free(self.grad_recv_info.get(bwd_chunk_id, ()))
+        _free(self.grad_recv_info.get(bwd_chunk_id, ()))
         return result
-
-    def new_buffer(self, unused: torch.Tensor) -> torch.Tensor:
-        """Return memory for a receive, in a replayed step that of an earlier receive."""
-        reused = None if self.replays is None else self.replays.new_buffer(unused)
-        return empty_on(self.device, unused) if reused is None else reused
 
     def free_buffers(self) -> None:
         """Drop all buffers: torch allocates those of a new schedule before its first step."""
         for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
-            free(infos)
+            _free(infos)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, or its graphs in a training step.
@@ -158,94 +154,32 @@ def graphed(stage: object) -> GraphedStage:
     return stage
 
 
-class GraphedLoss:
-    """Compute the loss of a training step within the last stage's graphs.
-
-    Pass it to the schedules as their ``loss_fn``, and to `GraphedSchedule`. In evaluation it calls
-    the loss function.
-
-    Args:
-        loss_fn: The loss function, called with the last stage's output, the microbatch's target and
-            ``loss_kwargs``. The graphs train the parameters of a module, and refuse changes of it.
-    """
-
-    def __init__(self, loss_fn: Callable[..., torch.Tensor]) -> None:
-        self.loss_fn = loss_fn
-        self._targets: Sequence[Any] = ()
-        self._kwargs: dict[str, Any] = {}
-        self._computed: tuple[Any, torch.Tensor] | None = None
-
-    def joined(self, module: nn.Module) -> nn.Module:
-        """Return the last stage's module and the loss as one module, to watch both for changes.
-
-        Parts of the stage keep their names; those of the loss begin with ``loss_fn``.
-        """
-        if not isinstance(self.loss_fn, nn.Module):
-            return module
-        both = nn.Module()
-        both._modules.update({"": module, "loss_fn": self.loss_fn})
-        return both
-
-    def begin_step(self, targets: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Set the targets of the microbatches and the loss function's keyword arguments."""
-        self._targets, self._kwargs, self._computed = targets, kwargs, None
-
-    def arguments_of(self, microbatch: int) -> tuple[Any, dict[str, Any]]:
-        """Return the target and the keyword arguments for the loss of a microbatch."""
-        return self._targets[microbatch], self._kwargs
-
-    def computed(self, output: Any, loss: torch.Tensor) -> None:
-        """Record the loss that was computed together with ``output``."""
-        self._computed = output, loss
-
-    def __call__(self, output: Any, target: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the loss that was computed with this output, or compute it."""
-        computed, self._computed = self._computed, None
-        if computed is not None and computed[0] is output:
-            return computed[1]
-        return self.loss_fn(output, target, **kwargs)
-
-
 class StageReplays:
     """Turn the calls of one stage into those of a chunk.
 
     Args:
         stage: The rank's stage.
-        loss: The loss to compute with the last stage's output, if the graphs include it.
-        memory: Memory of the rank's receives in replayed steps.
         is_split: Whether the schedule splits backwards.
 
     Attributes:
         chunk: The captured chunk.
-        microbatch: Number of the microbatch whose forward runs.
         is_wrapped: Whether the module is in ``DistributedDataParallel``.
         is_plain: Whether the chunk is the module alone.
     """
 
-    def __init__(
-        self,
-        stage: GraphedStage,
-        loss: GraphedLoss | None,
-        memory: ReceiveMemory,
-        *,
-        is_split: bool,
-    ) -> None:
+    def __init__(self, stage: GraphedStage, *, is_split: bool) -> None:
         self._stage = stage
-        self._memory = memory
-        self._loss = loss if stage.is_last else None
         wrapper = stage.submod
         self.is_wrapped = isinstance(wrapper, DistributedDataParallel)
         self._sharded = wrapper if isinstance(wrapper, FSDPModule) else None
         self._graphs: ChunkGraphs | None = None
         self._index = 0
-        self.microbatch = 0
         label = f"stage {stage.stage_index}"
         self._module = unwrapped(wrapper, label)
-        self.is_plain = self._loss is None and not self.is_wrapped and self._sharded is None
-        watched = self._module if self._loss is None else self._loss.joined(self._module)
+        self.is_plain = not self.is_wrapped and self._sharded is None
         self.chunk = replace(
-            Chunk.from_module(watched, label, program=SPLIT if is_split else None),
-            forward=self._module if self.is_plain else self._run,
+            Chunk.from_module(self._module, label, program=SPLIT if is_split else None),
+            forward=self._module if self.is_plain else self._call,
             # When an output's gradient arrives, the next stage has received the output, and the
             # slot is not reused earlier. Outputs of the last stage belong to the caller.
             copies_outputs=None if stage.is_last else lambda *_args, **_kwargs: False,
@@ -255,16 +189,24 @@ class StageReplays:
         """Join a rank's graphs as chunk ``index``."""
         self._graphs, self._index = graphs, index
         builder: Any = self._stage.dw_builder
-        if isinstance(builder, functools.partial) and _is_runner(builder.func):
-            self._stage.dw_builder = None  # that of an earlier schedule
+        owner = getattr(getattr(builder, "func", None), "__self__", None)
+        is_of_user = builder is not None and not isinstance(owner, WeightBackwards)
         if self.chunk.program is SPLIT:
-            if self._stage.dw_builder is not None:
+            if is_of_user:
                 raise ConfigError(
                     f"{self.chunk.label} has a dw_builder. Leave it out: the weight gradients of a "
                     "captured stage have their own graph. A module that delays them itself (with "
                     "a method backward_dw) needs none."
                 )
-            self._stage.dw_builder = functools.partial(weights.runner, index)
+            builder = functools.partial(weights.runner, index)
+        elif not is_of_user:
+            builder = None  # or that of an earlier schedule
+        self._builder = builder
+        self.take_stage()
+
+    def take_stage(self) -> None:
+        """Take the stage, whose last step another `GraphedSchedule` may have run."""
+        self._stage.replays, self._stage.dw_builder = self, self._builder
 
     @property
     def is_replayed(self) -> bool:
@@ -286,31 +228,15 @@ class StageReplays:
         self._stage.clear_runtime_states()
         if self._sharded is not None:
             gather(self._sharded)
-        try:
-            yield
-        except BaseException:
-            self._memory.clear()  # receives may not have ended
-            raise
+        yield
         if self._sharded is not None:
             reshard(self._sharded)
         self._stage.free_buffers()
-        self._memory.leave_used()
 
     def hold_parameters(self) -> None:
         """Point the module at the captured parameters, where torch has replaced them meanwhile."""
         if self._sharded is not None and self.is_replayed:
             hold_gathered(self._sharded)
-
-    def new_buffer(self, unused: torch.Tensor) -> torch.Tensor | None:
-        """Return memory for a receive like an unused buffer; None in an eager step.
-
-        In a replay only copies into slots read a buffer, on the stream of the receives. An eager
-        step keeps buffers for its backwards, and user code may read them on other streams.
-        """
-        if self.is_replayed:
-            return self._memory.empty_like(unused, self._stage.device)
-        self._memory.clear()
-        return None
 
     def landed(self, index: int, received: torch.Tensor) -> torch.Tensor:
         """Copy a received input to where the next forward reads it.
@@ -329,22 +255,10 @@ class StageReplays:
         """Run the forward of a microbatch in a training step."""
         assert self._graphs is not None
         self.hold_parameters()
-        if self._loss is None:
-            return self._graphs.call(self._index, args, kwargs)
-        target, loss_kwargs = self._loss.arguments_of(self.microbatch)
-        output, loss = self._graphs.call(self._index, (*args, target, loss_kwargs), kwargs)
-        self._loss.computed(output, loss)
-        return output
+        return self._graphs.call(self._index, args, kwargs)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, or in an eager step its wrapper, and compute the loss."""
-        if self._loss is None:
-            return self._call(args, kwargs)
-        *inputs, target, loss_kwargs = args
-        output = self._call(tuple(inputs), kwargs)
-        return output, self._loss.loss_fn(output, target, **loss_kwargs)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, or in an eager step its wrapper."""
         assert self._graphs is not None
         wrapper: Any = self._stage.submod
         if self._graphs.mode is StepMode.EAGER:
@@ -356,5 +270,22 @@ class StageReplays:
         return self._module(*args, **kwargs)
 
 
-def _is_runner(function: object) -> bool:
-    return isinstance(getattr(function, "__self__", None), WeightBackwards)
+def _allocate(infos: Iterable[Any], device: torch.device) -> None:
+    """Allocate the buffers that are not in use."""
+    for info in infos:
+        buffer = getattr(info, "buffer", None)  # the first stage's inputs have none
+        if buffer is not None and buffer.is_meta:
+            info.buffer = _empty_on(device, buffer)
+
+
+def _free(infos: Iterable[Any]) -> None:
+    """Drop the buffers; their users keep them."""
+    for info in infos:
+        buffer = getattr(info, "buffer", None)
+        if buffer is not None and not buffer.is_meta:
+            info.buffer = _empty_on(_META, buffer)
+
+
+def _empty_on(device: torch.device, buffer: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialized tensor like ``buffer`` on another device."""
+    return torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from chunkgraph.errors import ScheduleError
 from chunkgraph.schedules.action import Action, Op
@@ -101,14 +100,8 @@ class Simulation:
         return 1.0 - self.busy_ms(rank) / self.makespan_ms if self.makespan_ms else 0.0
 
 
-class Clock(Protocol):
-    """Delays the actions of a rank, such as by copies of pages."""
-
-    def start_ms(self, position: int, earliest_ms: float) -> float:
-        """Return when the action at a position can start, at ``earliest_ms`` or later."""
-
-    def ended(self, position: int, end_ms: float) -> None:
-        """Note that the action at a position has ended."""
+Clock = Callable[[int, float, float], float]
+"""Returns when an action starts: from its position on its rank, the earliest start and duration."""
 
 
 def simulate(
@@ -147,12 +140,10 @@ def simulate(
             stage = event[1]
             send_ms = 0.0 if schedule.rank_of(stage) == rank else costs[stage].send_ms
             start = max(start, end_ms[event] + send_ms)
-        clock = clocks.get(rank) if clocks is not None else None
-        if clock is not None:
-            start = clock.start_ms(position, start)
-        span = Span(action, start, start + costs[action.stage].duration_ms(action.op))
-        if clock is not None:
-            clock.ended(position, span.end_ms)
+        duration_ms = costs[action.stage].duration_ms(action.op)
+        if clocks is not None and rank in clocks:
+            start = clocks[rank](position, start, duration_ms)
+        span = Span(action, start, start + duration_ms)
         spans[rank].append(span)
         end_ms[event_of(action)] = span.end_ms
     return Simulation(schedule, tuple(tuple(done) for done in spans))

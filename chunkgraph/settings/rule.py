@@ -20,8 +20,6 @@ _LITERALS = {"true": True, "false": False}
 _PHRASES = {
     "ddp_at_once": "DistributedDataParallelConfig(delay_wgrad_compute=False)",
     "is_fully_sharded": "FSDP",
-    "lengths_in_pipeline": "several lengths (buckets=...) in a pipeline",
-    "lengths_of_experts": "several lengths (buckets=...) and experts on several ranks",
     "packed": "packed sequences",
 }
 """Texts of facts that are not settings, the same for all users."""

@@ -87,12 +87,11 @@ def test_a_configuration_becomes_flags(script: Path) -> None:
     config = load_config(path)
     flags = list(options.script_args)
     assert options.nproc_per_node == config.pipeline.world_size
-    assert flags[-2:] == ["--train-iters", "3"]
+    assert flags[-3:] == ["--chunkgraph", "--train-iters", "3"]
     for name, value in {
         "--num-layers": config.model.num_layers,
         "--pipeline-model-parallel-size": 2,
         "--num-virtual-stages-per-pipeline-rank": 2,
-        "--cuda-graph-granularity": "chunk",
         "--cuda-graph-warmup-steps": config.capture.num_warmup_steps,
     }.items():
         assert flags[flags.index(name) + 1] == str(value)

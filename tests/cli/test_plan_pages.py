@@ -54,3 +54,22 @@ def test_a_limit_of_memory_needs_a_model(capsys: pytest.CaptureFixture[str]) -> 
     ):
         assert main(arguments) == 2
         assert part in capsys.readouterr().err
+
+
+def test_a_comparison_says_how_few_slots_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    def recommended(*arguments: str) -> tuple[int, float] | None:
+        assert main([*BASE, "--compare", *arguments]) == 0
+        out = capsys.readouterr().out
+        found = re.search(r"(\d+) slots of a chunk take (\d\.\d+) of its step", out)
+        return found and (int(found[1]), float(found[2]))
+
+    slow, fast = recommended("--page-time", "6", "6"), recommended("--page-time", "0", "0")
+    assert slow is not None
+    assert fast is not None
+    assert fast[0] < slow[0] < 16
+    assert 1.0 == fast[1] <= slow[1] <= 1.05
+    assert recommended("--page-time", "999", "999") is None
+    # The recommended schedule is simulated as it is with that number of slots.
+    slots = ["--vpp", "2", "--schedule", "zb-v", "--slots", str(slow[0]), "--page-time", "6", "6"]
+    assert main([*BASE, *slots]) == 0
+    assert ratio_of(capsys.readouterr().out) == slow[1]

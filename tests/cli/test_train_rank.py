@@ -23,19 +23,6 @@ def test_the_command_takes_a_started_process_for_a_rank() -> None:
     assert "MASTER_ADDR expected, but not set" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"])
-def test_a_variable_of_the_job_that_is_no_number_is_named(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(processes, "time", SimpleNamespace(sleep=lambda _: None))
-    monkeypatch.setenv(name, "x")
-    assert processes.run_rank(lambda: 0) == 2
-    message = f"The environment variable {name} is 'x'; it must be a number"
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
 def test_a_single_process_meets_nobody_at_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     ports = []

@@ -72,6 +72,7 @@ class Pipeline:
                 add_to_main_grads(stage)
         self.graphs: list[ChunkGraphs] = []
         self.calls: list[Callable[..., Any]] = list(self.stages)
+        self.weights: list[Callable[[], object]] = [lambda: None for _ in self.stages]
 
     def attach(
         self,
@@ -134,6 +135,9 @@ class Pipeline:
             ]
             action = todo[order.choice(ready)].pop(0)
             key, stage = (action.stage, action.microbatch), action.stage
+            if action.op is Op.W:
+                self.weights[stage]()
+                continue
             if action.op is Op.F:
                 if stage == 0:
                     inputs[key] = torch.randn(ROWS, WIDTH, device=self.device).requires_grad_()
@@ -162,7 +166,7 @@ def _is_ready(action: Any, last: int, inputs: dict[Any, Any], received: dict[Any
     key = (action.stage, action.microbatch)
     if action.op is Op.F:
         return action.stage == 0 or key in inputs
-    return key in received
+    return action.op is Op.W or key in received
 
 
 @pytest.fixture

@@ -52,12 +52,12 @@ def new_input(backend: GraphBackend) -> torch.Tensor:
 def test_copies_run_in_both_directions_behind_their_marks(backend: GraphBackend) -> None:
     copier, source = backend.new_copier(), torch.arange(200, device=backend.device).to(torch.uint8)
     expected, back, memory = source.cpu().clone(), torch.zeros_like(source), copier.host_memory(200)
-    out = copier.copy([(memory, source)], [copier.mark()], to_host=True, dead=[source])
-    copier.wait(copier.copy([(back, memory)], [out, copier.mark()], to_host=False))
+    out = copier.copy([source], memory, [copier.mark()], to_host=True)
+    copier.wait(copier.copy([back], memory, [out, copier.mark()], to_host=False))
     assert torch.equal(back.cpu(), expected)
     if backend.name == "recorder":
         assert bool((source == 0xFF).all()), "what leaves is poisoned"
-        late = copier.copy([(back, source)], [], to_host=False)
+        late = copier.copy([back], source, [], to_host=False)
         assert torch.equal(back, expected), "a copy waits until somebody waits for it"
         copier.wait(late)
         assert torch.equal(back, source)

@@ -174,6 +174,7 @@ def test_flags_that_change_no_result_are_turned_off_and_named() -> None:
     assert not args.delay_wgrad_compute
     for line, name in zip(settled.turned_off, names, strict=True):
         assert line.startswith(f"chunk graphs: training runs without --{name}, with the same")
+    assert "--cuda-graph-max-slot-memory moves them to the host" in settled.turned_off[0]
     assert "--delay-wgrad-compute: weight" in refusal(f"{flags} {untied}")
     plain = megatron_parser().parse_args(
         f"--cuda-graph-granularity layer {flags} {transfers}".split()

@@ -8,10 +8,14 @@ Run in one process for each rank under torchrun.
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
+from commands import finished
 from gpu_training import check_replays, train_on_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,3 +168,60 @@ def _compare(folder: Path, flags: list[str], num_processes: int) -> None:
     assert len(eager) == 5
     assert chunk == eager
     check_replays(output)
+
+
+@pytest.mark.megatron
+@pytest.mark.gpu
+@pytest.mark.timeout(180)
+def test_the_host_waits_once_a_step(tmp_path: Path) -> None:
+    """Megatron checks losses and gradients for NaN in these steps, and writes their numbers."""
+    _skip_without_packages("")
+    script = tmp_path / "waiting.py"
+    script.write_text(_WAITING.format(script=str(SCRIPT)), encoding="utf-8")
+    flags = [*MODEL, *EIGHT, "--train-iters", "9", "--log-interval", "100", *CHUNK]
+    if importlib.util.find_spec("tensorboard") is not None:
+        flags += ["--tensorboard-dir", str(tmp_path / "numbers")]
+    done = finished(
+        [sys.executable, "-m", "chunkgraph.launch", script, *flags],
+        {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        },
+        timeout_s=150.0,
+        cwd=tmp_path,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-12000:]
+    assert "waits in 3 steps: 3" in output, re.findall(r"waits? .*", output)
+
+
+_WAITING = """
+import runpy, traceback, warnings
+
+import torch
+from megatron.training import training
+
+step, number, num_waits = training.train_step, 0, 0
+
+def count(message, *args, **kwargs):
+    global num_waits
+    if "called a synchronizing" in str(message):
+        num_waits += 1
+        print("wait at", traceback.format_stack(limit=8))
+
+def train_step(*args, **kwargs):
+    global number
+    number += 1
+    if number == 5:  # all graphs are captured
+        warnings.simplefilter("always")
+        warnings.showwarning = count
+        torch.cuda.set_sync_debug_mode("warn")
+    if number == 8:
+        torch.cuda.set_sync_debug_mode("default")
+        print("waits in 3 steps:", num_waits)
+    return step(*args, **kwargs)
+
+training.train_step = train_step
+runpy.run_path({script!r}, run_name="__main__")
+"""

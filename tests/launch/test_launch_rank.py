@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
             layer = _parsed([*own, "--cuda-graph-granularity", "layer"])
             added = {name for name in layer if name not in before}
             assert {name: layer[name] for name in before} == before
-            assert {layer[name] for name in added} == {None, "layer"}
+            assert {layer[name] for name in added} == {None, False, "layer"}
             assert type(layer["cuda_graph_warmup_steps"]) is int  # Megatron's own default
             assert hooks.flags is None
             schedule = object()
@@ -141,3 +142,38 @@ def test_the_host_reads_nothing_that_it_knows(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(scaled, loss)
     assert maximum(None) is None
     assert maximum(0.1) == float(torch.tensor(0.1))  # as Megatron rounds it
+
+
+def test_numbers_are_written_later_as_they_were() -> None:
+    from chunkgraph.launch.patches import LateNumbers
+    from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
+
+    written: list[Any] = []
+    tensorboard = SimpleNamespace(add_scalar=lambda *args: written.append(args))
+    wandb = SimpleNamespace(
+        log=lambda values, step: written.append((values, step)),
+        finish=lambda: written.append("finished"),
+    )
+    with cpu_pretrain_host():
+        numbers = LateNumbers()
+        with numbers.delayed(tensorboard, wandb):
+            loss = torch.tensor(2.0)
+            tensorboard.add_scalar("loss", loss, 1)
+            wandb.log({"loss": loss, "rate": 0.5}, 1)
+            loss.fill_(3.0)
+            assert written == []
+            numbers.write()
+            assert written == [("loss", 2.0, 1), ({"loss": 2.0, "rate": 0.5}, 1)]
+            tensorboard.add_scalar("loss", loss, 2)
+            wandb.finish()  # Megatron finishes it when a run ends early
+            assert written[2:] == [("loss", 3.0, 2), "finished"]
+            tensorboard.add_scalar("loss", 4.0, 3)
+        assert written[4:] == [("loss", 4.0, 3)]
+        tensorboard.add_scalar("loss", 5.0, 4)
+        assert written[5:] == [("loss", 5.0, 4)]
+        for error, is_written in ((SystemExit, True), (RuntimeError, False)):
+            written.clear()
+            with contextlib.suppress(error), numbers.delayed(tensorboard, None):
+                tensorboard.add_scalar("loss", 6.0, 5)
+                raise error
+            assert written == [("loss", 6.0, 5)][:is_written]

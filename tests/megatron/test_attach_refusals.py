@@ -13,12 +13,8 @@ from torch import nn
 
 from chunkgraph.errors import CaptureError, ConfigError
 from chunkgraph.megatron import attach
-from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
 from chunkgraph.megatron.features.fp8 import Fp8State
-from chunkgraph.megatron.features.packing.banks import PackedBanks
-from chunkgraph.megatron.pipeline.choice import PipelinePlace
 from chunkgraph.megatron.refusals import MODEL_RULES
-from chunkgraph.packing import ContextLimits
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
 
@@ -47,7 +43,8 @@ def test_unsupported_settings_are_refused_by_name(
     chunks: list[nn.Module], name: str, value: object
 ) -> None:
     setattr(chunks[0].config, name, value)
-    with pytest.raises(ConfigError, match=rf"{name}={value!r}"):
+    instead = ".*use max_slot_memory" if "offloading" in name else ""
+    with pytest.raises(ConfigError, match=rf"{name}={value!r}{instead}"):
         attach(chunks)
     assert "forward" not in block_of(chunks).__dict__
 
@@ -88,31 +85,6 @@ def test_fp8_needs_transformer_engine(chunks: list[nn.Module]) -> None:
     chunks[0].config.fp8, chunks[0].config.fp8_recipe = "e4m3", "delayed"
     with pytest.raises(ConfigError, match=r"fp8='e4m3': it needs Transformer Engine.*\[te\]"):
         attach(chunks)
-
-
-def test_rows_of_several_lengths_of_contexts_are_refused(
-    chunks: list[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stages and experts would receive all microbatches with the rows of the longest one."""
-
-    limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
-    banks = PackedBanks.of_limits(limits, ContextGroups([0], {1: None}), buckets=[4])
-    with pytest.raises(ConfigError, match=r"self_attention of model chunk 0 .*follow_groups"):
-        attach(chunks, packing=banks)
-    undo = follow_groups(chunks)
-    attach(chunks, packing=banks).detach()
-    banks.groups.close()
-    chunks[0].config.expert_model_parallel_size = 2
-    with pytest.raises(ConfigError, match=r"\(buckets=...\) and experts on several ranks"):
-        attach(chunks, packing=banks)
-    chunks[0].config.expert_model_parallel_size = 1
-    place = PipelinePlace(rank=0, pipeline_rank=0, pipeline_size=2, num_chunks=1, group_size=2)
-    monkeypatch.setattr(PipelinePlace, "current", lambda *_: place)
-    with pytest.raises(ConfigError, match=r"lengths \(buckets=...\) in a pipeline"):
-        attach(chunks, packing=banks)
-    undo()
-    with pytest.raises(ConfigError, match="follow_groups"):
-        attach(chunks, packing=PackedBanks.of_limits(limits, banks.groups))
 
 
 def test_fully_sharded_parameters_are_refused(chunks: list[nn.Module]) -> None:

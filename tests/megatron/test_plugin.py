@@ -15,7 +15,8 @@ from toys import counting
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.megatron import attachment as plugin
-from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
+from chunkgraph.megatron.features.contexts import ContextGroups
+from chunkgraph.megatron.features.contexts.feature import _follows
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.packing import ContextLimits, PackedShape
 from chunkgraph.settings import Config, StashConfig
@@ -87,16 +88,16 @@ def test_groups_are_not_closed_under_their_graphs(
 ) -> None:
     limits = ContextLimits(world_size=1, max_tokens_per_rank=8, max_packed_seqs=3)
     banks = PackedBanks.of_limits(limits, ContextGroups([0], {1: None}))
-    undo = follow_groups(chunks)
     graphs = attach(chunks, packing=banks)
+    assert _follows(chunks, banks.groups)
     banks.groups.close()  # there are no graphs yet
     with monkeypatch.context() as patch:
         patch.setattr(ChunkGraphs, "report", "there are graphs")
         with pytest.raises(ConfigError, match=r"NCCL would wait forever.*detach\(\)"):
             banks.groups.close()
     graphs.detach()
+    assert not _follows(chunks, banks.groups)
     banks.groups.close()
-    undo()
 
 
 def test_attach_twice_is_refused_and_detach_puts_all_back(chunks: list[nn.Module]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,3 +67,16 @@ def test_variants_of_one_slot_may_share_memory() -> None:
     for other in ((0, 1), None):
         with pytest.raises(MemoryPlanError, match="4 conflicts"):
             prove_disjoint([*variants, SlotFootprint("other", own, {"forward": own}, other)])
+
+
+def test_slots_that_are_never_in_flight_together_may_share_memory() -> None:
+    """All but what Python kept: no graph of the reader writes it again."""
+    own, kept = AddressRanges([(0x1000, 0x1100)]), AddressRanges([(0x2000, 0x2100)])
+    slot = SlotFootprint("policy slot 0", own, {"forward": own})
+    other = SlotFootprint("reference slot 0", own, {"reference forward": own | kept}, session=1)
+    prove_disjoint([slot, other])
+    with pytest.raises(MemoryPlanError, match="2 conflicts"):
+        prove_disjoint([slot, replace(other, session=0)])
+    reader = SlotFootprint("policy slot 1", AddressRanges(), {}, reads=kept)
+    with pytest.raises(MemoryPlanError, match=r"reference forward overwrites .* policy slot 1"):
+        prove_disjoint([reader, other])

@@ -122,7 +122,6 @@ def test_what_cannot_be_is_refused():
         ({"sizes": (8,)}, "a group of 8 is larger than the world of 4 ranks"),
         ({"max_tokens_per_rank": 7}, "28, not a multiple of 8"),
         ({"max_packed_seqs": 1}, "one document and the dummy"),
-        ({"multiple_of": 0}, "multiple_of is 0"),
     ):
         with pytest.raises(PackingError, match=message):
             replace(LIMITS, **wrong)

@@ -60,11 +60,11 @@ def test_a_dataset_is_found_by_each_of_its_names(tmp_path: Path):
     ("content", "message"),
     [
         (b"", "not the index of a Megatron dataset"),
-        (index_bytes([1], [0, 1], magic=b"TNTIDX\x00\x00\x00"), "the older TNTIDX format"),
+        (index_bytes([1], [0, 1], magic=b"TNTIDX\x00\x00\x00"), "not the index of a Megatron"),
         (index_bytes([1], [0, 1], version=2), "index version 2"),
         (index_bytes([1, 2], [0, 2])[:-1], r"73 bytes, but 2 sequences .* take 74"),
         (index_bytes([1, 2], [0, 2, 1, 2]), "do not rise from 0 to 2 sequences"),
-        (index_bytes([1, -2], [0, 2]), "sequence 1 has a length of -2"),
+        (index_bytes([1, -2], [0, 2]), "a sequence has a negative length"),
         # Counts beyond any memory.
         (b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 2**60, 2**60), "26|34 bytes, but"),
     ],

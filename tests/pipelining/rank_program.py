@@ -32,7 +32,7 @@ from torch_release import HAS_LOCAL_STAGES
 
 from chunkgraph import CaptureOptions
 from chunkgraph.jobs.processes import die_with_parent
-from chunkgraph.pipelining import GraphedLoss, GraphedSchedule, GraphedStage
+from chunkgraph.pipelining import GraphedSchedule, GraphedStage
 
 WIDTH, ROWS = 8, 2
 COUNTS = (4, 8, 6, 4)
@@ -98,7 +98,6 @@ class Case:
     schedule_options: dict[str, Any] = field(default_factory=dict)
     has_scale: bool = False
     drops: bool = False
-    graphs_loss: bool = False
     data_parallel: int = 1
     sharded: MixedPrecisionPolicy | None = None
     is_static: bool = False
@@ -154,7 +153,6 @@ CASES = {
             # The same schedule before and after an evaluation with another one.
             counts=(4, 8, 8, 6, 4),
         ),
-        Case("1f1b loss in the graphs", "Schedule1F1B", graphs_loss=True),
         Case("1f1b static", "Schedule1F1B", is_static=True, stage=pipelining.PipelineStage),
         Case("1f1b shadow", "Schedule1F1B", options={"verify": "shadow"}, counts=(4, 2)),
         Case("gpipe", "ScheduleGPipe"),
@@ -162,7 +160,7 @@ CASES = {
         Case("interleaved", "ScheduleInterleaved1F1B", 2, options={"can_sleep": True}),
         Case("interleaved shared", "ScheduleInterleaved1F1B", 2, options={"shared_slots": True}),
         Case("zero bubble", "ScheduleInterleavedZeroBubble"),
-        Case("interleaved zero bubble", "ScheduleInterleavedZeroBubble", 2, graphs_loss=True),
+        Case("interleaved zero bubble", "ScheduleInterleavedZeroBubble", 2),
         Case("zero bubble v", "ScheduleZBVZeroBubble", 2, options={"can_sleep": True}),
         Case(
             "zero bubble v shared",
@@ -171,7 +169,6 @@ CASES = {
             options={"shared_slots": True, "verify": "poison"},
         ),
         Case("dual pipe v", "ScheduleDualPipeV", 2),
-        Case("dual pipe v repeated", "ScheduleDualPipeV", 2, counts=(4, 4, 4)),
         Case(
             "zero bubble shadow",
             "ScheduleZBVZeroBubble",
@@ -242,7 +239,6 @@ if hasattr(FSDPModule, "set_keep_unsharded_storage"):
             2,
             data_parallel=2,
             sharded=_MIXED,
-            graphs_loss=True,
         ),
     ]
 
@@ -325,19 +321,19 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
 
-def maker(case: Case, stages: list[Any], loss: Any, folder: Path) -> Callable[[int], Any]:
+def maker(case: Case, stages: list[Any], folder: Path) -> Callable[[int], Any]:
     cls = getattr(pipelining, case.schedule)
     stage_or_stages = (
         stages[0] if issubclass(cls, pipelining.schedules.PipelineScheduleSingle) else stages
     )
 
     def make(count: int) -> Any:
-        schedule = cls(stage_or_stages, count, loss_fn=loss, **case.schedule_options)
+        schedule = cls(stage_or_stages, count, loss_fn=loss_fn, **case.schedule_options)
         if not case.csv:
             return schedule
         path = folder / f"order{dist.get_rank()}.csv"
         schedule._dump_csv(str(path), "compute_only")
-        runtime = _PipelineScheduleRuntime(stages, count, loss_fn=loss)
+        runtime = _PipelineScheduleRuntime(stages, count, loss_fn=loss_fn)
         runtime._load_csv(str(path))
         return runtime
 
@@ -352,7 +348,6 @@ class Run:
     parameters: dict[str, torch.Tensor]
     graphs: GraphedSchedule | None
     stages: list[Any]
-    receive_memory: list[int]
 
 
 def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
@@ -364,15 +359,13 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
         for name, p in modules.named_parameters()
         if p.requires_grad
     }
-    loss = GraphedLoss(loss_fn) if has_graphs and case.graphs_loss else loss_fn
-    make = maker(case, stages, loss, folder)
+    make = maker(case, stages, folder)
     runner: Any = Eager(make)
     if has_graphs:
         runner = GraphedSchedule(
             stages,
             make,
             tuple(sorted(set(case.counts))),
-            loss=loss if case.graphs_loss else None,
             options=CaptureOptions(**case.options),
         )
     trained = [*named.values()] or [torch.zeros(1)]
@@ -399,7 +392,6 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
         return output, [loss.detach() for loss in losses]
 
     values: list[Any] = []
-    receive_memory: list[int] = []
     torch.manual_seed(100 + place.rank)
     for step, count in enumerate(case.counts):
         optimizer.zero_grad()
@@ -407,12 +399,10 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
         grads = {n: None if p.grad is None else local(p.grad).clone() for n, p in named.items()}
         values.append((*results, grads))
         step_optimizer()
-        if has_graphs:
-            receive_memory.append(runner.receive_memory.num_buffers)
-            if case.options.get("can_sleep"):
-                runner.sleep()
-                assert runner.is_asleep is (step > 0)
-                runner.wake()
+        if has_graphs and case.options.get("can_sleep"):
+            runner.sleep()
+            assert runner.is_asleep is (step > 0)
+            runner.wake()
         if step in (1, 3):
             modules.eval()
             with torch.no_grad():
@@ -422,7 +412,7 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
                     values.append(evaluate_merged(modules))
             modules.train()
     parameters = {name: local(p.detach()).clone() for name, p in named.items()}
-    return Run(values, parameters, runner if has_graphs else None, stages, receive_memory)
+    return Run(values, parameters, runner if has_graphs else None, stages)
 
 
 def num_receive_buffers(stages: list[Any]) -> int:
@@ -489,7 +479,6 @@ def compare(case: Case, place: Place, folder: Path) -> dict[str, Any]:
         ),
         "inputs elsewhere": [getattr(s, "num_elsewhere", 0) for s in run.stages],
         "receive buffers": [num_receive_buffers(r.stages) for r in (eager, run)],
-        "receive memory": run.receive_memory,
         "num warmup": case.options.get("num_warmup_steps", 1),
         "num replays": len(indices) * sum(case.counts[case.options.get("num_warmup_steps", 1) :]),
         "num forwards alone": sum(case.counts[1:]) * len(alone),

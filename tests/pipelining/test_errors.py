@@ -215,14 +215,25 @@ def test_steps_outside_of_the_graphed_schedule_are_refused(pipeline: Make) -> No
     assert isinstance(error.value.__cause__, SlotError)
 
 
-def test_steps_of_an_earlier_graphed_schedule_are_refused(pipeline: Make) -> None:
-    one = pipeline(nn.Linear(4, 4), nn.Linear(4, 4))
-    one.step()
-    earlier = one.schedules
-    one.schedules = GraphedSchedule(one.stages, one.make, (2,))
-    with pytest.raises(ConfigError, match="Stage 0 belongs to a GraphedSchedule that was created"):
-        earlier.step(torch.ones(4, 4), target=torch.ones(4, 4), num_microbatches=2)
-    one.step()
+def test_graphed_schedules_take_turns_on_the_same_stages(pipeline: Make) -> None:
+    """One that splits backwards, and one that does not."""
+    modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    one = pipeline(*modules, cls=ScheduleInterleavedZeroBubble)
+    loss_fn = nn.functional.mse_loss
+    whole = GraphedSchedule(
+        one.stages, lambda n: ScheduleInterleaved1F1B(one.stages, n, loss_fn=loss_fn), (2,)
+    )
+    both = (one.schedules, whole)
+    gradients = []
+    for schedules in both * 3:
+        one.schedules = schedules
+        one.step()
+        gradients.append([p.grad for module in modules for p in module.parameters()])
+        for module in modules:
+            module.zero_grad()
+    assert all(all(map(torch.equal, gradients[0], own)) for own in gradients)
+    assert [s.graphs.counters.weight_replays > 0 for s in both] == [True, False]
+    assert [s.graphs.counters.replays for s in both] == [8, 8]
 
 
 def test_a_stage_of_another_kind_is_refused(one_rank: None) -> None:

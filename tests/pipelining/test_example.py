@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,8 +52,11 @@ def test_the_example_is_equal_to_eager(
 def test_stages_of_torchtitan_are_equal_to_eager(
     device: str, output_of: Callable[..., str]
 ) -> None:
+    """With the package's own model and cuts, if it is installed."""
     output = output_of("torchtitan_stages.py", device)
     has_v = device == "cuda" or HAS_LOCAL_STAGES
     assert output.count("losses equal to eager: True") == (4 if has_v else 2)
+    has_package = importlib.util.find_spec("torchtitan") is not None
+    assert (", torchtitan: " if has_package else ", without torchtitan: ") in output
     is_sharded = hasattr(FSDPModule, "set_keep_unsharded_storage")
     assert ("sharded over 1" if is_sharded else "not sharded: FSDP2 needs 2.15") in output

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from packed_cases import GPU_MODEL
+from training_needs import NEEDS_ENGINE
 
 EAGER = {"capture warmup": 1, "forward only": 1, "nothing replayed": 1}
 """Eager steps of every loop; one forward-only pass has gradients enabled."""
@@ -57,3 +59,26 @@ def test_memory_that_moves_is_captured_again(
         assert rank["fallbacks"] == {**EAGER, "packing overflow": 1}
         assert rank["recaptures"] == rank["sessions"] - 1 == 5
         assert rank["forward_replayed"] == 6
+
+
+@NEEDS_ENGINE
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("moves", [False, True])
+def test_one_gpu(
+    run_cases: Callable[..., Any], make_config: Callable[..., Any], moves: bool
+) -> None:
+    config = make_config(model=GPU_MODEL, train={"num_microbatches": [2], "deterministic": True})
+    case = {
+        "probe": "rl",
+        "config": {**config, "device": "cuda"},
+        "num_cycles": 4,
+        "buckets": [128, 256],
+        "moves": moves,
+        "options": {"on_moved_memory": "recapture"},
+    }
+    (rank,) = run_cases({"loop": case}, 1, timeout_s=280.0)["loop"]["ranks"]
+    assert rank["different"] == []
+    assert rank["fallbacks"] == {**EAGER, "packing overflow": 1}
+    assert (rank["forward_replayed"], rank["eager_calls"]) == (6, 0)
+    assert rank["recaptures"] == (5 if moves else 0)

@@ -156,7 +156,7 @@ def test_the_rules_of_a_model_ask_for_fields_that_megatron_has() -> None:
     facts = {
         *("bf16", "changes_size", "element_bytes", "has_transformer_engine", "is_attached"),
         "is_fully_sharded",
-        *("is_rng_graph_safe", "lengths_in_pipeline", "lengths_of_experts", "num_model_chunks"),
+        *("is_rng_graph_safe", "num_model_chunks"),
         *("keeps_transposes", "on_gpu", "packed", "page_bytes", "pads_rows", "splits_backward"),
         *("ddp_at_once", "layers_at_once", "use_megatron_fsdp", "use_torch_fsdp2"),
     }

@@ -181,12 +181,9 @@ def run(_config: Any, _device: Any, case: dict[str, Any]) -> list[dict[str, Any]
         max_packed_seqs=4,
     )
     groups = ContextGroups.create(worlds, limits.group_sizes)
-    banks = PackedBanks.of_limits(
-        limits,
-        groups,
-        cuda_graph_cp_sizes=case.get("cuda_graph_cp_sizes", ()),
-        buckets=case.get("buckets", ()),
-    )
+    banks = PackedBanks.of_limits(limits, groups)
+    captured = case.get("captured", limits.group_sizes)
+    banks.keys = tuple(key for key in banks.keys if key.size in captured)
     eager, mine = new_chunks(), new_chunks(case["fails_at"] if rank == case["fails_on"] else ())
     if rank == case.get("hooked_on"):
         mine[0].out.weight.register_hook(lambda grad: grad)  # refused before any graph
@@ -288,12 +285,8 @@ def groups_of_megatron() -> list[dict[str, Any]]:
 def refusals(graphs: BankedGraphs, banks: PackedBanks, limits: ContextLimits) -> list[str]:
     """Return the errors of a microbatch with another group than its graphs, announced and not."""
     others = ContextGroups.create([list(range(dist.get_world_size()))], limits.group_sizes)
-    (key,) = (k for k in banks.keys if k.size == 4 and k.num_tokens == ROWS)
-    (other,) = (
-        k
-        for k in PackedBanks.of_limits(limits, others).keys
-        if k.size == 4 and k.num_tokens == ROWS
-    )
+    (key,) = (k for k in banks.keys if k.size == 4)
+    (other,) = (k for k in PackedBanks.of_limits(limits, others).keys if k.size == 4)
     messages = []
     for announced in (other, key):
         try:

@@ -111,8 +111,14 @@ def _extend_packing(undo: ExitStack, values: dict[str, Any]) -> None:
 
         undo.enter_context(mock.patch.object(batches.PackedBatches, "_scheduled_step", at_random))
     if sizes := values.pop("captured_context_parallel_sizes", ()):
-        make = partial(PackedBanks.of_limits, cuda_graph_cp_sizes=sizes)
-        undo.enter_context(mock.patch.object(PackedBanks, "of_limits", staticmethod(make)))
+        make = PackedBanks.of_limits
+
+        def of_sizes(*args: Any, **options: Any) -> PackedBanks:
+            banks = make(*args, **options)
+            banks.keys = tuple(key for key in banks.keys if key.size in sizes)
+            return banks
+
+        undo.enter_context(mock.patch.object(PackedBanks, "of_limits", staticmethod(of_sizes)))
     if values:
         kind, pads = batches.PackedShape, values.get("pad_seq_to_mult", 1) > 1
 

@@ -14,6 +14,8 @@ def arguments(**changes: Any) -> argparse.Namespace:
     values = {
         **{item.dest: None for item in FLAGS},
         "cuda_graph_granularity": "chunk",
+        "chunkgraph": False,
+        "has_megatron_chunks": False,
         "cuda_graph_impl": "local",
         "cuda_graph_warmup_steps": 3,
         "cuda_graph_modules": [],

@@ -8,7 +8,7 @@ change. The oracle is the same loop without graphs, in which the caller pads row
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from chunkgraph.packing import PackedShape
 from chunkgraph.trainer.model import zero_gradients
 from chunkgraph.trainer.trained_model import TrainedModel
 
-BUCKETS, MOST_DOCUMENTS = (24, 48), 7
+MOST_DOCUMENTS = 7
 
 
 def documents_of(seed: int, most: int, replica: int) -> list[list[int]]:
@@ -39,21 +39,24 @@ def documents_of(seed: int, most: int, replica: int) -> list[list[int]]:
     return packs
 
 
-def microbatches(seed: int, packs: list[list[int]], *, pads: bool) -> Iterator[dict[str, Any]]:
+def microbatches(
+    seed: int, packs: list[list[int]], buckets: Sequence[int], device: torch.device, *, pads: bool
+) -> Iterator[dict[str, Any]]:
     """Yield the microbatches of a step; ``pads``: as a caller that pads rows itself."""
     generator = torch.Generator().manual_seed(seed)
-    pads = pads and max(map(sum, packs)) <= BUCKETS[-1]  # or none of the step
+    pads = pads and max(map(sum, packs)) <= buckets[-1]  # or none of the step
     for lengths in packs:
         num_rows = sum(lengths)
-        tokens = torch.randint(1, 64, (1, num_rows), generator=generator)
+        tokens = torch.randint(1, 64, (1, num_rows), generator=generator).to(device)
         ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         longest = max(lengths)
         ids = tokens
         if pads:
-            bucket = next(b for b in BUCKETS if b >= num_rows)
+            bucket = next(b for b in buckets if b >= num_rows)
             ids = torch.nn.functional.pad(tokens, (0, bucket - num_rows))
             ends = torch.cat([ends, torch.tensor([bucket], dtype=torch.int32)])
             longest = bucket + 1  # Megatron mistakes a table of as many rows as there are
+        ends = ends.to(device)
         params = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=ends,
@@ -100,6 +103,7 @@ class Loop:
         self.graphs: Any = None
         self.schedule: Callable[..., Any] = self.model.schedule
         self._case = case
+        self._buckets = case.get("buckets", [24, 48])
         self._replica = parallel_state.get_data_parallel_rank()
         # Over gloo, Megatron's interleaved schedule hangs when stages exchange shapes.
         self._is_interleaved = len(self.model.chunks) > 1
@@ -112,8 +116,8 @@ class Loop:
 
         def run(**keywords: Any) -> Any:
             rows = [sum(lengths) for lengths in documents_of(*self._drawn)]
-            buckets = [next(b for b in BUCKETS if b >= n) for n in rows]
-            return schedule(**{**keywords, "seq_length": BUCKETS[-1]}, buckets=buckets)
+            buckets = [next(b for b in self._buckets if b >= n) for n in rows]
+            return schedule(**{**keywords, "seq_length": self._buckets[-1]}, buckets=buckets)
 
         self.schedule = run
 
@@ -122,14 +126,15 @@ class Loop:
         from chunkgraph.engine import CaptureOptions
         from chunkgraph.megatron import attach
 
-        shape = PackedShape(MOST_DOCUMENTS + 1, BUCKETS[-1])
-        packing = PackingOptions(shape, buckets=BUCKETS[:-1], seq_buckets=())
+        shape = PackedShape(MOST_DOCUMENTS + 1, self._buckets[-1])
+        packing = PackingOptions(shape, buckets=self._buckets[:-1], seq_buckets=())
         options = CaptureOptions(**self._case.get("options", {}))
         self.graphs = attach(self.model.chunks, packing=packing, options=options)
         self.schedule = self.graphs.wrap_forward_backward(self.schedule)
 
-    def run_pass(self, seed: int, *, forward_only: bool, most: int = BUCKETS[-1]) -> None:
-        """Run one call of the schedule."""
+    def run_pass(self, seed: int, *, forward_only: bool, scale: int = 1) -> None:
+        """Run one call of the schedule, with ``scale`` times the tokens."""
+        most = self._buckets[-1] * scale
         self._drawn = seed, most, self._replica
         packs = documents_of(*self._drawn)
         pads = self.graphs is None
@@ -140,7 +145,10 @@ class Loop:
         with torch.set_grad_enabled(not forward_only or seed == 31):
             outputs = self.schedule(
                 forward_step_func=forward_step,
-                data_iterator=[microbatches(seed, packs, pads=pads) for _ in chunks],
+                data_iterator=[
+                    microbatches(seed, packs, self._buckets, self.model.device, pads=pads)
+                    for _ in chunks
+                ],
                 model=chunks,
                 num_microbatches=len(packs),
                 seq_length=1,
@@ -161,7 +169,7 @@ class Loop:
                 storage = buffer.grad_data.untyped_storage()
                 size = storage.nbytes()
                 storage.resize_(0)
-                self._occupied = torch.empty(size, dtype=torch.uint8)
+                self._occupied = torch.empty(size, dtype=torch.uint8, device=self.model.device)
                 storage.resize_(size)
 
     def cycle(self, number: int) -> None:
@@ -179,8 +187,7 @@ class Loop:
             zero_gradients(self.model.chunks, self.model.optimizer)
             # On one replica alone.
             is_long = number == 2 and mini == 3 and not (self._is_interleaved or self._replica)
-            most = BUCKETS[-1] * (1 + is_long)
-            self.run_pass(10 * number + mini, forward_only=False, most=most)
+            self.run_pass(10 * number + mini, forward_only=False, scale=1 + is_long)
             self.model.optimizer.step()
 
 

@@ -28,6 +28,7 @@ import kernel_probe
 import overlap_probe
 import packed_probe
 import receive_probe
+import rl_frameworks
 import rl_probe
 import schedule_probe
 import unpadded_probe
@@ -52,6 +53,7 @@ _PROBES: dict[str, Any] = {
     "overlap": overlap_probe,
     "context": context_probe,
     "rl": rl_probe,
+    "rl_frameworks": rl_frameworks,
     "groups_end": groups_end_probe,
     "fault": fault_probe,
     "attach_fault": attach_fault_probe,

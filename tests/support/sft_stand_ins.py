@@ -150,11 +150,12 @@ def run_again(number: int) -> None:
 
     def should_run_forward_backward(self: Any, data_iterator: Any) -> bool:
         nonlocal num_begun
-        if self.state == RerunState.NOT_RUNNING_YET:
+        begins = self.state == RerunState.NOT_RUNNING_YET
+        runs = ask(self, data_iterator)
+        if begins:
             num_begun += 1
-        elif num_begun == number:
-            self.rerun_requested = self.continue_requested = True
-        return ask(self, data_iterator)
+            self.rerun_requested = self.continue_requested = num_begun == number
+        return runs
 
     RerunStateMachine.should_run_forward_backward = should_run_forward_backward
 

@@ -35,17 +35,12 @@ def refuse_without_backward(
             tensors.
     """
     others = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, _PLAIN)}
-    if not outputs and others:
-        raise CaptureError(
-            f"{chunk.label}: its forward returns {', '.join(sorted(others))}, whose tensors torch "
-            "does not find. Return tuples, lists or dicts of tensors, or register the class "
-            "(torch.utils._pytree.register_dataclass)."
-        )
     if not outputs:
+        hidden = f" (torch finds no tensors in {', '.join(sorted(others))})" if others else ""
         raise CaptureError(
-            f"{chunk.label}: no output of its forward requires grad, so there is no backward to "
-            "capture, though it has parameters to train. Do not detach its outputs, or freeze its "
-            "parameters."
+            f"{chunk.label}: no output of its forward requires grad{hidden}, so there is no "
+            "backward to capture, though it has parameters to train. Return tuples, lists or dicts "
+            "of tensors that are not detached, or freeze its parameters."
         )
     refuse_undeclared(chunk, outputs, declared)
 

@@ -46,17 +46,18 @@ class SavedTensor:
 
     def seen_in(self, memory: AddressRanges) -> SavedTensor:
         """Return the record with its present contents if all of it lies in ``memory``."""
-        own = AddressRanges([(self.address, self.address + self._num_bytes)])
-        is_there = (own & memory).num_bytes == self._num_bytes
+        own = AddressRanges([(self.address, self.address + self.num_bytes)])
+        is_there = (own & memory).num_bytes == self.num_bytes
         return replace(self, tensor=self.read() if is_there else None)
 
     def read(self) -> torch.Tensor:
         """Return a tensor on the present contents; the caller ensures that the memory exists."""
-        data = tensor_at(self.address, self._num_bytes, self.device).view(self.dtype)
+        data = tensor_at(self.address, self.num_bytes, self.device).view(self.dtype)
         return data.as_strided(self.shape, self.stride, 0)
 
     @property
-    def _num_bytes(self) -> int:
+    def num_bytes(self) -> int:
+        """Return the bytes from its first to its last element."""
         return span(self.shape, self.stride) * self.dtype.itemsize
 
 

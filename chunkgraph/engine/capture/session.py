@@ -60,7 +60,7 @@ from chunkgraph.engine.program import (
 from chunkgraph.engine.slot import Slot, SlotMemory
 from chunkgraph.engine.tree import Call, Signature
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import AddressRanges, GraphBackend, Pool
+from chunkgraph.graphs import AddressRanges, GraphBackend
 from chunkgraph.memory import MemoryPlan, PoolPlan, SlotFootprint, prove_disjoint
 
 BeginPart = Callable[[Hashable | None], None]
@@ -82,8 +82,7 @@ class SessionSettings:
         begin_part: see `BeginPart`.
         any_rank: return whether the argument is true on any rank in the same part of its session.
         layers: follows the layers of the chunks.
-        idle_pools: pools of graphs that are replayed in other steps, for `PoolPlan`; the first
-            session adds one of its own.
+        others: return the graphs that are replayed in other steps, whose memory serves here too.
     """
 
     host: Host
@@ -96,7 +95,7 @@ class SessionSettings:
     begin_part: BeginPart = lambda _: None
     any_rank: Callable[[bool], bool] = bool
     layers: LayerWatch = field(default_factory=LayerWatch)
-    idle_pools: list[Pool] = field(default_factory=list)
+    others: Callable[[], Sequence[GraphSet]] = tuple
 
 
 _NUM_REPLAYS = 4  # of a slot under test that differs from eager passes
@@ -125,7 +124,8 @@ def capture_session(
     """
     refuse_contexts(chunks[0].label, CaptureError)
     rank = rank_label(chunks)
-    pools = PoolPlan(settings.memory_plan, backend, rank, settings.idle_pools)
+    idle = [other.pools for other in settings.others()]
+    pools = PoolPlan(settings.memory_plan, backend, rank, idle)
     captured: GraphSet | None = None
     try:
         # When `_run` returns, only slots may hold memory of graphs.
@@ -138,8 +138,6 @@ def capture_session(
         if captured is not None:
             captured.release()
         raise
-    if not settings.idle_pools:
-        settings.idle_pools.append(pools.pools[-1])
     return captured
 
 
@@ -503,7 +501,9 @@ def _prove(session: Session) -> None:
         aliases.check_memory(chunk.label)
     if session.settings.prove:
         backend = session.backend
-        prove_disjoint([_footprint(slot, backend) for slot in session.slots])
+        others = [[s for of_chunk in g.slots for s in of_chunk] for g in session.settings.others()]
+        all_slots = enumerate([session.slots, *others])
+        prove_disjoint([_footprint(s, backend, i) for i, slots in all_slots for s in slots])
 
 
 def _banks(session: Session) -> dict[Hashable, Bank]:
@@ -548,7 +548,7 @@ def _statics(slot: Slot) -> tuple[torch.Tensor, ...]:
     return *slot.inputs.tensors, *grads
 
 
-def _footprint(slot: Slot, backend: GraphBackend) -> SlotFootprint:
+def _footprint(slot: Slot, backend: GraphBackend, session: int) -> SlotFootprint:
     """Return the memory that a slot's graphs read and write, for the proof."""
     loaded, reads = AddressRanges(), AddressRanges()
     for tensor in _statics(slot):
@@ -558,7 +558,8 @@ def _footprint(slot: Slot, backend: GraphBackend) -> SlotFootprint:
     writes = {graph.label: graph.writes() for graph in slot.graphs.values()}
     # Copies into static inputs before a replay are writes too.
     writes[f"{slot.label} (its inputs loaded)"] = loaded
-    return SlotFootprint(slot.label, slot.memory.live | loaded, writes, slot.memory.slot_id, reads)
+    live, slot_id = slot.memory.live | loaded, slot.memory.slot_id
+    return SlotFootprint(slot.label, live, writes, slot_id, reads, session)
 
 
 def _num_bytes(tensors: Sequence[torch.Tensor]) -> int:

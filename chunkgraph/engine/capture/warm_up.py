@@ -14,11 +14,12 @@ from chunkgraph.engine.capture.restore import restoring_writes
 from chunkgraph.engine.capture.saved import saved_tensors
 from chunkgraph.engine.capture.self_test import Measured, Noise, check_passes
 from chunkgraph.engine.chunk import Chunk
+from chunkgraph.engine.layout import memory_of
 from chunkgraph.engine.passes import GradientOrder, Pass
 from chunkgraph.engine.program import Isolated, program_of
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import Allocation, GraphBackend, block_bytes
+from chunkgraph.graphs import AddressRanges, Allocation, GraphBackend, block_bytes
 from chunkgraph.memory import MemoryPlan
 
 
@@ -29,7 +30,8 @@ class WarmUp:
     Attributes:
         held_bytes: bytes that one forward holds until its backward; 0 if the backend does not
             count.
-        slot_bytes: `block_bytes` of what the pass allocates in a slot's pool.
+        slot_bytes: `block_bytes` of what the pass allocates in a slot's pool; if the backend does
+            not count, what autograd saves, without parameters.
         scratch_bytes: `block_bytes` of what it allocates in the pool that all backwards share.
         passes: what each pass computes, for the self-test.
         noise: how far the passes are from repeating themselves.
@@ -82,7 +84,8 @@ def warm_up(
                 refuse_undeclared(chunk, call.outputs, [*call.inputs, *leaves])
                 drawn = backend.default_generator, *host.generators()
                 measured = Measured.of(call.leaves, chunk.buffers, drawn)
-                measured = measured.with_saved(saved_tensors(call.leaves, layers))
+                saved = saved_tensors(call.leaves, layers)
+                measured = measured.with_saved(saved)
                 call.make_output_grads()
                 marks.append(log.num_events())
                 order, totals = _run_backward(own, call)
@@ -91,12 +94,15 @@ def warm_up(
                 del call
                 marks.append(log.num_events())
                 del totals
-                sizes = _blocks(log.allocations(), marks, plan)
+                slot_bytes, scratch_bytes = _blocks(log.allocations(), marks, plan)
         passes.append(measured)
         # torch's first call of some operators leaves cycles whose frames hold the pass.
         gc.collect(0)
     noise = check_passes(label, passes)
-    return WarmUp(held_bytes, *sizes, tuple(passes), noise, tuple(written))
+    if not slot_bytes:
+        kept = AddressRanges((t.address, t.address + t.num_bytes) for t in saved)
+        slot_bytes = (kept - AddressRanges(filter(None, map(memory_of, leaves)))).num_bytes
+    return WarmUp(held_bytes, slot_bytes, scratch_bytes, tuple(passes), noise, tuple(written))
 
 
 def _run_backward(own: Isolated, call: Pass) -> tuple[tuple[int, ...], list[torch.Tensor | None]]:

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import mul
-from pkgutil import resolve_name
 
 from chunkgraph._text import format_bytes, parse_bytes, shown
 from chunkgraph.engine.capture.session import Session
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, is_integer
-from chunkgraph.engine.paging.trial import PageTrial
-from chunkgraph.engine.replay import Replayer
+from chunkgraph.engine.paging.pages import PageTrial
+from chunkgraph.engine.paging.replayer import PagedReplayer
 from chunkgraph.errors import CaptureError, ConfigError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.schedules import Schedule
@@ -42,13 +41,11 @@ class SlotLimit:
         for other, is_set in {
             "max_slots": name == "max_slot_memory" and options.max_slots is not None,
             "shared_slots=True": options.shared_slots,
-            f"verify={options.verify!r}": options.verify != "none",
         }.items():
             if is_set:
                 raise ConfigError(
                     f"{name} cannot be combined with {other}: pages move between the slots of one "
-                    "chunk, by one limit, and verify modes follow a microbatch in one slot. Leave "
-                    "one of them out."
+                    "chunk, by one limit. Leave one of them out."
                 )
         if schedule is None:
             raise ConfigError(
@@ -93,55 +90,32 @@ class SlotLimit:
         self._schedules[num_microbatches] = schedule
         return schedule
 
-    def counts(self, num_slots: Sequence[int], slot_bytes: Sequence[int]) -> tuple[int, ...]:
-        """Return the number of slots of each chunk.
-
-        Args:
-            num_slots: As many as the schedule has microbatches in flight.
-            slot_bytes: Memory of one slot of each chunk.
+    def begin(self, session: Session) -> PageTrial:
+        """Begin the trial of a capture session whose eager passes have been measured.
 
         Raises:
-            CaptureError: The memory is too little, or unknown.
+            CaptureError: The memory is too little.
         """
-        if (limit_bytes := self._limit_bytes) is None:
-            return tuple(min(count, self._options.max_slots or count) for count in num_slots)
-        if not all(slot_bytes):
-            raise CaptureError(
-                "The memory of a slot is unknown on this device, so max_slot_memory has no "
-                "meaning. Use max_slots."
-            )
-        for cap in range(max(num_slots), 0, -1):
-            counts = tuple(min(count, cap) for count in num_slots)
-            is_enough = all(map(int.__ge__, counts, self._least))
-            if is_enough and sum(map(mul, counts, slot_bytes)) <= limit_bytes:
-                return counts
-        raise CaptureError(
-            f"max_slot_memory={format_bytes(limit_bytes)} is too little: one slot of each chunk "
-            f"takes {', '.join(map(format_bytes, slot_bytes))}, and the schedule needs at least "
-            f"{list(self._least)}."
-        )
-
-    def begin(self, session: Session) -> PageTrial:
-        """Begin the trial of a capture session whose eager passes have been measured."""
+        full, limit_bytes = session.num_slots, self._limit_bytes
         of_chunk = zip(*session.warm_ups.values(), strict=True)
         slot_bytes = [max(max(w.slot_bytes, w.held_bytes) for w in warm) for warm in of_chunk]
-        return PageTrial(session, self.counts(session.num_slots, slot_bytes))
+        for cap in range(self._options.max_slots or max(full), 0, -1):
+            counts = tuple(min(count, cap) for count in full)
+            is_enough = all(map(int.__ge__, counts, self._least))
+            num_bytes = sum(map(mul, counts, slot_bytes))
+            if limit_bytes is None or (is_enough and num_bytes <= limit_bytes):
+                return PageTrial(session, counts)
+        raise CaptureError(
+            f"max_slot_memory={self._options.max_slot_memory} is too little: the schedule needs at "
+            f"least {list(self._least)} slots of the chunks, of "
+            f"{', '.join(map(format_bytes, slot_bytes))} each."
+        )
 
-    def replayer(self, backend: GraphBackend) -> Callable[..., Replayer]:
+    def replayer(self, backend: GraphBackend) -> Callable[..., PagedReplayer]:
         """Return the class that replays under this limit, with its first arguments."""
-        paged = resolve_name("chunkgraph.engine.paging.replayer:PagedReplayer")
-        return partial(paged, limit=self, backend=backend)
-
-    def plan(self, num_microbatches: int, num_slots: Sequence[int | None]) -> PagePlan:
-        """Plan the pages of a step on this rank.
-
-        Args:
-            num_microbatches: Number of microbatches.
-            num_slots: Number of slots of each chunk; None for one that is not paged.
-
-        Raises:
-            ConfigError: A chunk has too few slots.
-        """
-        counts = [num_microbatches if count is None else count for count in num_slots]
         own = self._schedule
-        return plan_pages(self.check(num_microbatches), own.rank, counts, own.costs)
+
+        def plan(num_slots: Sequence[int | None], num_microbatches: int) -> PagePlan:
+            return plan_pages(self.check(num_microbatches), own.rank, num_slots, own.costs)
+
+        return partial(PagedReplayer, plan=plan, backend=backend)

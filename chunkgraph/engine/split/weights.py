@@ -85,10 +85,6 @@ class WeightBackwards(Observer):
         turn = waiting[-1]
         return lambda: self._run(c, turn)
 
-    def num_waiting(self, c: int) -> int:
-        """Return how many microbatches of chunk ``c`` wait for their weight gradients."""
-        return len(self._waiting(c))
-
     def observes(self, step: int | None) -> bool:
         """Observe eager steps."""
         return step is None and any(map(_splits, self._chunks))

@@ -70,12 +70,12 @@ class Verifier(Observer):
 
     def _forget(self) -> None:
         self._num_forwards = [0] * len(self._chunks)
-        self._microbatches: dict[Slot, int] = {}
+        self._microbatches: dict[int, int] = {}  # by turn, as all dictionaries of microbatches
         self._passes: dict[tuple[int, Hashable], EagerPasses] = {}
 
     def _count_forward(self, slot: Slot) -> None:
         """Number the microbatch of a forward; called once per forward."""
-        self._microbatches[slot] = self._num_forwards[slot.chunk]
+        self._microbatches[slot.turn] = self._num_forwards[slot.chunk]
         self._num_forwards[slot.chunk] += 1
 
     def _passes_of(self, slot: Slot) -> EagerPasses:
@@ -98,8 +98,9 @@ class Verifier(Observer):
         return [record.seen_in(memory) for record in saved]
 
     def _describe(self, slot: Slot, direction: str) -> str:
+        microbatch = self._microbatches[slot.turn]
         return (
-            f"{slot.label}: the replayed {direction} of microbatch {self._microbatches[slot]} in "
+            f"{slot.label}: the replayed {direction} of microbatch {microbatch} in "
             f"replayed step {self._step} after the capture"
         )
 

@@ -54,9 +54,9 @@ class PoisonVerifier(Verifier):
 
     def _forget(self) -> None:
         super()._forget()
-        self._saved_nan: dict[Slot, str] = {}
+        self._saved_nan: dict[int, str] = {}
         self._were_infinite: list[bool] = []
-        self._begin: dict[Slot, ChunkState] = {}
+        self._begin: dict[int, ChunkState] = {}
 
     def before(
         self, action: ReplayAction, slot: Slot, tensors: Sequence[torch.Tensor | None]
@@ -64,7 +64,7 @@ class PoisonVerifier(Verifier):
         """Fill dead memory; copy the state that an eager pass begins with, and look for NaN."""
         if action == "F":
             self._count_forward(slot)
-            self._begin[slot] = self._passes_of(slot).state()
+            self._begin[slot.turn] = self._passes_of(slot).state()
         if self._scratch is not None:
             self._fill(self._scratch)
         while self._dead:
@@ -78,7 +78,7 @@ class PoisonVerifier(Verifier):
         if action == "W":
             return
         # Until the backward overwrites what the forward keeps.
-        self._saved_nan[slot] = first_nan(self._saved_by(slot))
+        self._saved_nan[slot.turn] = first_nan(self._saved_by(slot))
         if has_nan(tensors):
             where = "it came in with the output gradient, from work after the chunk"
             self._warn(slot, "backward", where)
@@ -88,7 +88,7 @@ class PoisonVerifier(Verifier):
         if action == "F":
             self._look_at_outputs(slot)
         elif action != "I":
-            self._look_at_gradients(slot)
+            self._look_at_gradients(action, slot)
         elif has_nan(slot.input_grads.tensors):
             self._explain(slot, [False] * len(self._gradients[slot.chunk]))
 
@@ -106,7 +106,7 @@ class PoisonVerifier(Verifier):
         layer = first_nan(self._saved_by(slot)) or "after all tensors that the backward reads"
         self._judge(slot, "forward", _STALE, "an output has a NaN", f"with a NaN: {layer}")
 
-    def _look_at_gradients(self, slot: Slot) -> None:
+    def _look_at_gradients(self, action: ReplayAction, slot: Slot) -> None:
         have_nan = self._gradients_with(slot, torch.isnan)
         pairs = zip(have_nan, self._were_infinite, strict=True)
         is_new = [has and not was_infinite for has, was_infinite in pairs]
@@ -115,8 +115,10 @@ class PoisonVerifier(Verifier):
         pool, raw = slot.memory.pool, self._backend.storage_ranges
         reserved = pool.reserved()
         # A compiled backward may write an input gradient over a saved tensor. It lives until the
-        # next replay, which then fills the pool.
-        if any(raw(g) & reserved for g in slot.input_grads.tensors if g is not None):
+        # next replay, which then fills the pool; of a split one, until the second half.
+        if action == "B" and any(
+            raw(g) & reserved for g in slot.input_grads.tensors if g is not None
+        ):
             self._dead.append(pool)
         else:
             self._fill(pool)
@@ -145,12 +147,12 @@ class PoisonVerifier(Verifier):
             self._warn(slot, "backward", where)
             return
         what = f"the gradient of {name or 'an input'} has a NaN"
-        layer = self._saved_nan.get(slot) or name.rpartition(".")[0] or "unknown"
+        layer = self._saved_nan.get(slot.turn) or name.rpartition(".")[0] or "unknown"
         self._judge(slot, "backward", _STALE, what, f"with a NaN: {layer}")
 
     def _forward(self, slot: Slot) -> EagerPass:
         with_grad = [grad is not None for grad in slot.input_grads.tensors]
-        return self._passes_of(slot).forward(slot.inputs.tensors, with_grad, self._begin[slot])
+        return self._passes_of(slot).forward(slot.inputs.tensors, with_grad, self._begin[slot.turn])
 
     def _warn(self, slot: Slot, direction: str, where: str) -> None:
         """Warn of a NaN that eager training has too, once; later wrong replays still raise."""

@@ -30,13 +30,13 @@ class ShadowVerifier(Verifier):
 
     def _forget(self) -> None:
         super()._forget()
-        self._passing: dict[Slot, EagerPass] = {}
-        self._ended: dict[Slot, Measured] = {}
-        self._overwritten: dict[Slot, str] = {}
+        self._passing: dict[int, EagerPass] = {}
+        self._ended: dict[int, Measured] = {}
+        self._overwritten: dict[int, str] = {}
         # Between the halves of split backwards: output gradients and state from before the first,
         # and the input gradients that it left.
-        self._halved: dict[Slot, tuple[list[torch.Tensor], ChunkState]] = {}
-        self._input_grads: dict[Slot, Sequence[torch.Tensor | None]] = {}
+        self._halved: dict[int, tuple[list[torch.Tensor], ChunkState]] = {}
+        self._input_grads: dict[int, Sequence[torch.Tensor | None]] = {}
 
     def before(
         self, action: ReplayAction, slot: Slot, tensors: Sequence[torch.Tensor | None]
@@ -51,15 +51,15 @@ class ShadowVerifier(Verifier):
             inputs = [t for t in tensors if t is not None]
             pairs = zip(slot.input_grads.tensors, inputs, strict=True)
             with_grad = [grad is not None or t.requires_grad for grad, t in pairs]
-            self._passing[slot] = self._passes_of(slot).forward(inputs, with_grad)
+            self._passing[slot.turn] = self._passes_of(slot).forward(inputs, with_grad)
         elif action == "W":
-            self._run_backward(slot, *self._halved.pop(slot))
+            self._run_backward(slot, *self._halved.pop(slot.turn))
         else:
             grads = _output_grads(slot, tensors)
             saved = self._saved_by(slot)  # until the backward overwrites it
-            self._overwritten[slot] = first_difference(saved, self._passing[slot].saved)
+            self._overwritten[slot.turn] = first_difference(saved, self._passing[slot.turn].saved)
             if action == "I":
-                self._halved[slot] = grads, self._passes_of(slot).state()
+                self._halved[slot.turn] = grads, self._passes_of(slot).state()
             else:
                 self._run_backward(slot, grads)
 
@@ -69,32 +69,32 @@ class ShadowVerifier(Verifier):
             self._compare_forward(slot)
         elif action == "I":
             grads = slot.input_grads.tensors
-            self._input_grads[slot] = [None if g is None else g.clone() for g in grads]
+            self._input_grads[slot.turn] = [None if g is None else g.clone() for g in grads]
         else:
-            self._compare_backward(slot, self._input_grads.pop(slot, slot.input_grads.tensors))
+            self._compare_backward(slot, self._input_grads.pop(slot.turn, slot.input_grads.tensors))
 
     def _run_backward(
         self, slot: Slot, grads: Sequence[torch.Tensor], begin: ChunkState | None = None
     ) -> None:
-        eager = self._passing.pop(slot)
+        eager = self._passing.pop(slot.turn)
         sums, order = self._passes_of(slot).backward(eager, grads, begin=begin)
-        self._ended[slot] = eager.measured.with_backward(eager.call.input_grads(), sums, order)
+        self._ended[slot.turn] = eager.measured.with_backward(eager.call.input_grads(), sums, order)
 
     def _compare_forward(self, slot: Slot) -> None:
         buffers, generators = self._chunks[slot.chunk].buffers, self._passes_of(slot).generators()
         replay = Measured.of(slot.outputs.leaves, buffers, generators)
         noise = self._graphs.warm_ups[slot.bank, slot.chunk].noise
-        eager = self._passing[slot]
+        eager = self._passing[slot.turn]
         what = forward_difference([eager.measured], [replay], noise)
         if slot.output_grads is None:
-            del self._passing[slot]
+            del self._passing[slot.turn]
         if what:
             saved = self._saved_by(slot)
             layer = first_difference(saved, eager.saved) or what_follows(saved)
             self._judge(slot, "forward", _DIFFERS, what, f"that differs: {layer}")
 
     def _compare_backward(self, slot: Slot, input_grads: Sequence[torch.Tensor | None]) -> None:
-        eager, place = self._ended.pop(slot), self._overwritten.pop(slot)
+        eager, place = self._ended.pop(slot.turn), self._overwritten.pop(slot.turn)
         replay = eager.with_backward(input_grads, self._gradients[slot.chunk])
         noise = self._graphs.warm_ups[slot.bank, slot.chunk].noise
         what, layer = backward_difference(self._chunks[slot.chunk], [eager], [replay], noise)

@@ -298,22 +298,12 @@ class _RecordingMode(TorchDispatchMode):
 
     def _place(self, out: Any, input_addresses: set[int]) -> tuple[TensorRef | None, ...]:
         """Move fresh results into the pool; return where a replay writes each result."""
-        moved: dict[int, torch.UntypedStorage] = {}
-        results: list[TensorRef | None] = []
         with torch._C._DisableTorchDispatch():  # every mode would cost more than the work does
-            for tensor in tensors_in(out):
-                storage = tensor.untyped_storage()
-                start = storage.data_ptr()
-                if storage.nbytes() == 0 or start in input_addresses:
-                    results.append(None)
-                    continue
-                if start not in moved:
-                    moved[start] = self.pool.allocate(storage.nbytes())
-                    moved[start].copy_(storage)
-                    self._made.add(moved[start].data_ptr())
-                tensor.set_(moved[start], tensor.storage_offset(), tensor.size(), tensor.stride())
-                results.append(TensorRef.of(tensor))
-        return tuple(results)
+            tensors = tensors_in(out)
+            starts = self.pool.move(tensors, input_addresses)
+            self._made.update(start for start in starts if start is not None)
+            pairs = zip(tensors, starts, strict=True)
+            return tuple(TensorRef.of(t) if start is not None else None for t, start in pairs)
 
 
 # Cached, since torch creates schema objects per access.

@@ -41,7 +41,6 @@ _HOST_READS = {
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
 }
-_SPLITS = {torch.tensor_split, torch.Tensor.tensor_split}
 
 
 def check_operator(
@@ -62,10 +61,6 @@ def check_operator(
     why = _why_not(func)
     if why is not None and not _is_static(func, args, kwargs):
         raise illegal_operation(str(func), why, label)
-    if func is _aten.lift_fresh.default and not args[0].untyped_storage().resizable():
-        raise illegal_operation(
-            "torch.from_numpy", "shares host memory, whose changes a replay does not see", label
-        )
     check_backward(func, args, label)
     if draws(func):
         generator = explicit_generator(args, kwargs)
@@ -137,10 +132,6 @@ class HostReadGuard(TorchFunctionMode):
             if any(_is_mask(i) for i in indices):
                 raise illegal_operation(resolve_name(func) or str(func), _BY_MASK, self.label)
         options = (*args[1:], *(kwargs or {}).values())
-        if func in _SPLITS and any(isinstance(option, torch.Tensor) for option in options):
-            raise illegal_operation(
-                "torch.tensor_split", "reads indices or sections on the host", self.label
-            )
         # Only the literal: a `torch.device`, or a subclass of str that stands for one, is often the
         # device of another tensor in the chunk.
         if func is torch.Tensor.to and any(type(o) is str and o == "cpu" for o in options):

@@ -11,13 +11,17 @@ from __future__ import annotations
 import weakref
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges, Pool
+from chunkgraph.graphs.operators import tensors_in
 
 ROUND_BYTES = 512
 SEGMENT_BYTES = 1 << 20
@@ -30,16 +34,12 @@ class SimulatedPool(Pool):
     Args:
         label: Name of the pool in errors.
         take_segment: Callback with the bytes of segments before they are allocated, or wake.
-
-    Attributes:
-        is_asleep: Whether its memory counts as free.
     """
 
     def __init__(self, label: str, take_segment: Callable[[int], object] = lambda _: None) -> None:
         self.label = label
         self.device = torch.device("cpu")
         self._take_segment = take_segment
-        self.is_asleep = False
         self._segments: list[tuple[int, np.ndarray]] = []
         self._free: list[tuple[int, int]] = []  # (num_bytes, start), sorted: best fit first
         self._used: dict[int, int] = {}  # start -> num_bytes
@@ -49,8 +49,9 @@ class SimulatedPool(Pool):
         self._dead: deque[int] = deque()  # starts
 
     def reserve(self, num_bytes: int) -> None:
-        """Add one free segment of this size, for later captures."""
-        if num_bytes > 0:
+        """Add one free segment of this size, for later captures, unless there is one."""
+        self._release_dead()
+        if num_bytes > max((size for size, _ in self._free), default=0):
             insort(self._free, self._new_segment(num_bytes))
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
@@ -70,6 +71,37 @@ class SimulatedPool(Pool):
         # The storage keeps `owner` alive, so both are freed together.
         weakref.finalize(owner, self._dead.append, start).atexit = False
         return storage
+
+    @contextmanager
+    def serving_this_thread(self) -> Iterator[None]:
+        """See `Pool`; results of operators are moved here."""
+        with _Moving(self):
+            yield
+
+    def move(self, tensors: Iterable[torch.Tensor], kept: Container[int]) -> list[int | None]:
+        """Move the storages of tensors into the pool.
+
+        Args:
+            tensors: Tensors of which some may share a storage.
+            kept: Addresses of storages that stay where they are.
+
+        Returns:
+            The new address of each tensor's storage; None where it stays.
+        """
+        moved: dict[int, torch.UntypedStorage] = {}
+        starts: list[int | None] = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            start = storage.data_ptr()
+            if storage.nbytes() == 0 or start in kept:
+                starts.append(None)
+                continue
+            if start not in moved:
+                moved[start] = self.allocate(storage.nbytes())
+                moved[start].copy_(storage)
+            tensor.set_(moved[start], tensor.storage_offset(), tensor.size(), tensor.stride())
+            starts.append(moved[start].data_ptr())
+        return starts
 
     def sleep(self) -> None:
         """Lose all contents. See `Pool`."""
@@ -162,3 +194,20 @@ class SimulatedPool(Pool):
                 self._free.remove((free_size, free_start))
                 end += free_size
         insort(self._free, (end - start, start))
+
+
+class _Moving(TorchDispatchMode):
+    """Move all results of operators into a pool."""
+
+    def __init__(self, pool: SimulatedPool) -> None:
+        super().__init__()
+        self._pool = pool
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = {t.untyped_storage().data_ptr() for t in tensors_in(*args, *kwargs.values())}
+        out = func(*args, **kwargs)
+        self._pool.move(tensors_in(out), inputs)
+        return out

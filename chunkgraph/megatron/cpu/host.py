@@ -8,13 +8,12 @@
 Effects inside the block, undone on exit:
 
 * ``device="cuda"`` in factories, ``.to("cuda")``, ``.cuda()`` and pinned memory mean the CPU;
-* ``torch.cuda`` streams and events do nothing, ``torch.cuda`` random-number calls use the CPU
-  generator, and ``torch.cuda.is_available()`` is false even next to a GPU;
+* ``torch.cuda`` streams do nothing, events hold the host's time, random-number calls of
+  ``torch.cuda`` use the CPU generator, and ``torch.cuda.is_available()`` is false;
 * the norm of gradients reads no device, as on a GPU;
 * Megatron's RNG tracker switches states of the CPU generator in a way that a graph can repeat,
   and recomputation restores them;
-* modules that import triton unconditionally load without it;
-* the gloo process groups share one network thread.
+* modules that import triton unconditionally load without it.
 
 Streams, NCCL, GPU kernels and GPU memory are not emulated. The model must use the local layer
 spec, no fusions, ``batch_p2p_comm=False`` and ``use_cpu_initialization=True``.
@@ -25,17 +24,15 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import inspect
-import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from types import CodeType, SimpleNamespace
 from typing import Any, Self
 
 import torch
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
@@ -107,10 +104,14 @@ class _Done:
 
 
 class _Event(_Done):
-    record = wait = _nothing
+    wait = _nothing
+    _recorded_s = 0.0
 
-    def elapsed_time(self, _other: object) -> float:
-        return 0.0
+    def record(self, *_: object) -> None:
+        self._recorded_s = time.perf_counter()
+
+    def elapsed_time(self, other: _Event) -> float:
+        return (other._recorded_s - self._recorded_s) * 1e3
 
 
 class _Stream(_Done):
@@ -310,7 +311,6 @@ def cpu_host() -> Iterator[HostRng]:
         stack.callback(patch_attributes(torch.Tensor, {"record_stream": lambda *_: None}))
         stack.callback(patch_attributes(DeviceMesh, {"from_group": _mesh_of_cpus}))
         stack.callback(TritonStubFinder.install())
-        stack.callback(share_gloo_device())
         stack.enter_context(_CudaMeansCpu())
         rng = HostRng()
         stack.callback(patch_rng(rng))
@@ -354,49 +354,6 @@ def _patch_norm() -> Callable[[], None]:
 def _on_the_host(tensor: Any, as_numpy: bool = False, **_: object) -> Any:
     """Return the splits in the requested form; Megatron moves them to the host only from GPUs."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-
-def share_gloo_device() -> Callable[[], None]:
-    """Make all later gloo groups share their devices; return a function that undoes this.
-
-    torch creates a gloo device for every group, whose thread wakes up a hundred times a second even
-    if it is idle. Megatron creates some fifty groups, so the ranks of a job on one machine would
-    spend much CPU time on these threads.
-
-    There is one device for each interface in ``GLOO_SOCKET_IFNAME`` at the first group, or torch's
-    default device.
-    """
-    gloo: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
-    if gloo is None:  # this torch is built without gloo; the first group raises
-        return lambda: None
-    devices: list[Any] = []
-
-    class Sharing(type(gloo)):  # type: ignore[misc]
-        """Create groups of torch's class, and recognize them as instances."""
-
-        def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-            if not devices:  # created late, since a fork does not copy the device's thread
-                devices.extend(_new_devices(gloo))
-            options = gloo._Options()
-            options._devices = devices
-            options._threads = 2 * len(devices)  # torch's default
-            options._timeout = timeout
-            return gloo(store, rank, size, options)
-
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, gloo)
-
-    class ProcessGroupGloo(gloo, metaclass=Sharing):
-        """Replace torch's class."""
-
-    return patch_attributes(distributed_c10d, {"ProcessGroupGloo": ProcessGroupGloo})
-
-
-def _new_devices(gloo: Any) -> list[Any]:
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if not interfaces:
-        return [gloo.create_default_device()]
-    return [gloo.create_device(interface=name) for name in interfaces.split(",")]
 
 
 class _TritonStub:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -236,15 +235,6 @@ class ExpertStash(LimitedFeature):
         return self._meter.most_pages(self._num_distinct_slots) * self.page_bytes
 
     def _allocate(self) -> None:
-        if self._saving.ambiguous:
-            shapes = ", ".join(str(shape) for shape in sorted(self._saving.ambiguous))
-            warnings.warn(
-                f"Experts save tensors of the shapes {shapes} for the backward, which are also "
-                "shapes of weights: they are not stashed, since copies of weights look the same. "
-                "Another moe_expert_capacity_factor gives them another number of rows.",
-                stacklevel=2,
-            )
-            self._saving.ambiguous.clear()
         if self.config.initial_bytes is not None:
             pages = self.config.initial_bytes // self.page_bytes
         elif self._meter.was_used:

@@ -115,13 +115,11 @@ class Saving:
         mode: ``off``: autograd saves as usual. ``measure``: likewise, and the meter counts.
             ``stash``: save to ``stash``.
         stash: The stash of ``stash``.
-        ambiguous: Shapes of tensors that were not stashed because a parameter has the same shape.
     """
 
     def __init__(self, page_bytes: int, meter: PageMeter | None = None) -> None:
         self.mode: SavingMode = "off"
         self.stash: PagedStash | None = None
-        self.ambiguous: set[tuple[int, ...]] = set()
         self._page_bytes = page_bytes
         self._meter = meter
         self._waiting: dict[int, _SavedTensor] = {}
@@ -151,7 +149,7 @@ class Saving:
         if self.mode == "off" or not torch.is_grad_enabled():
             yield
             return
-        chosen = _Choice(rows, parameters, self._page_bytes, self.ambiguous)
+        chosen = _Choice(rows, parameters, self._page_bytes)
         pack = self._packing(chosen, name)
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield
@@ -233,13 +231,8 @@ class _Choice:
     """Choose the saved tensors that consist of rows of the scope."""
 
     def __init__(
-        self,
-        rows: RowsInUse,
-        parameters: Collection[torch.Tensor],
-        page_bytes: int,
-        ambiguous: set[tuple[int, ...]],
+        self, rows: RowsInUse, parameters: Collection[torch.Tensor], page_bytes: int
     ) -> None:
-        self._ambiguous = ambiguous
         self._rows = rows
         self._page_bytes = page_bytes
         self._parts: dict[tuple[int, int], RowsInUse] = {}
@@ -257,7 +250,6 @@ class _Choice:
         if not tensor.is_contiguous() or storage.data_ptr() in self._addresses:
             return None
         if tuple(tensor.shape) in self._shapes:
-            self._ambiguous.add(tuple(tensor.shape))
             return None
         size = tensor.element_size()
         start = int(tensor.storage_offset()) * size

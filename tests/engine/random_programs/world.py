@@ -349,7 +349,7 @@ class World:
     def _run_weights(self) -> None:
         for engine, weights in zip(self.engines, self.weights, strict=True):
             for c in range(len(engine.callables)):
-                while weights.num_waiting(c):
+                while weights._waiting(c):
                     weights.run(c)
 
     def _used(self, c: int, flight: Flight, once: set[str]) -> list[torch.Tensor]:

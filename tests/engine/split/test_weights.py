@@ -67,7 +67,7 @@ def test_weights_run_in_the_order_of_the_input_gradients(x: torch.Tensor, replay
             graphs,
             half,
             half,
-            lambda: pending.append(graphs.weights.num_waiting(0)),
+            lambda: pending.append(len(graphs.weights._waiting(0))),
             lambda: runners.append(graphs.weights.runner(0)),
             lambda: runners[0](),  # noqa: PLW0108
         )

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.core.random_state import preserve_rng
@@ -55,7 +52,7 @@ def test_cuda_means_cpu(host: HostRng) -> None:
 
 def test_everything_is_undone() -> None:
     random = importlib.import_module(_RANDOM)
-    modules = (torch.cuda, random, distributed_c10d)
+    modules = (torch.cuda, random)
     before = [dict(module.__dict__) for module in modules]
     with cpu_host():
         for module, names in zip(modules, before, strict=True):
@@ -64,30 +61,6 @@ def test_everything_is_undone() -> None:
     if not torch.cuda.is_available():
         with pytest.raises((AssertionError, RuntimeError)):
             torch.zeros(1, device="cuda")
-
-
-@pytest.mark.parametrize(("interfaces", "num_devices"), [("", 1), ("lo", 1), ("lo,lo", 2)])
-def test_groups_share_their_network_threads(
-    host: HostRng, monkeypatch: pytest.MonkeyPatch, interfaces: str, num_devices: int
-) -> None:
-    """A separate thread for each group would wake a hundred times a second."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
-    store = dist.HashStore()
-    groups = [
-        distributed_c10d.ProcessGroupGloo(
-            dist.PrefixStore(str(index), store), 0, 1, timeout=timedelta(seconds=5)
-        )
-        for index in range(3)
-    ]
-    devices = [group.options._devices for group in groups]  # held, so that no id is reused
-    first, *others = ([id(device) for device in of_group] for of_group in devices)
-    assert len(set(first)) == num_devices
-    assert others == [first, first]
-    assert all(isinstance(group, dist.ProcessGroupGloo) for group in groups)
-    assert all(isinstance(group, distributed_c10d.ProcessGroupGloo) for group in groups)
-    assert not isinstance(store, distributed_c10d.ProcessGroupGloo)
-    assert groups[0].options._timeout == timedelta(seconds=5)
-    assert groups[0].options._threads == 2 * num_devices
 
 
 def test_forks_draw_from_their_own_sequence(tracker) -> None:  # type: ignore[no-untyped-def]

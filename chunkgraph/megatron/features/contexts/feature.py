@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,7 +26,6 @@ from chunkgraph.megatron.features.contexts.groups import ContextGroups, groups_p
 from chunkgraph.megatron.features.packing.params import ARGUMENT
 from chunkgraph.megatron.rules.features import CONTEXT_RULES
 from chunkgraph.megatron.site import Site
-from chunkgraph.settings.rule import Rule
 
 if TYPE_CHECKING:
     from chunkgraph.megatron.attachment import MegatronChunkGraphs
@@ -41,17 +40,7 @@ class Contexts(Feature):
     """
 
     replays_forwards = False
-    rules = (
-        *CONTEXT_RULES,
-        Rule(
-            "context_parallel_sizes lengths_in_pipeline: Megatron's schedule receives "
-            "microbatches of one length; leave the lengths out"
-        ),
-        Rule(
-            "context_parallel_sizes lengths_of_experts: ranks that share experts exchange buffers "
-            "of one size; leave the lengths out"
-        ),
-    )
+    rules = CONTEXT_RULES
 
     def __init__(self, site: Site, groups: ContextGroups) -> None:
         self._groups = groups
@@ -59,27 +48,19 @@ class Contexts(Feature):
 
     @classmethod
     def facts(cls, site: Site) -> Mapping[str, object]:
-        """Return the sizes, and whether a pipeline or experts would get several lengths."""
+        """Return the sizes."""
         banks = site.feature_options["packing"]
         if banks is None or banks.limits is None:
             return {}
-        has_lengths = len({bank.num_tokens for bank in banks.keys}) > 1
-        return {
-            "context_parallel_sizes": tuple(banks.limits.group_sizes),
-            "lengths_in_pipeline": has_lengths and site.place.pipeline_size > 1,
-            "lengths_of_experts": has_lengths and site.shares_experts,
-        }
+        return {"context_parallel_sizes": tuple(banks.limits.group_sizes)}
 
     @classmethod
-    def prepare(cls, site: Site, _undo: ExitStack) -> None:
-        """Refuse a model that `follow_groups` has not prepared.
-
-        Raises:
-            ConfigError: see `refuse_without_groups`.
-        """
+    def prepare(cls, site: Site, undo: ExitStack) -> None:
+        """Let the model use the groups of microbatches, unless `follow_groups` did it already."""
         banks = site.feature_options["packing"]
-        if banks is not None and banks.groups is not None:
-            refuse_without_groups(site.chunks, banks.groups)
+        if banks is None or banks.groups is None or _follows(site.chunks, banks.groups):
+            return
+        undo.callback(follow_groups(site.chunks, banks.groups))
 
     @classmethod
     def of(cls, site: Site, _undo: ExitStack) -> Self | None:
@@ -150,41 +131,17 @@ def follow_groups(
     return undo.close
 
 
-def refuse_without_groups(model_chunks: Iterable[nn.Module], groups: ContextGroups) -> None:
-    """Check that `follow_groups` was called for every layer of a model.
-
-    Args:
-        model_chunks: the modules passed to `follow_groups`.
-        groups: the groups of the banks.
-
-    Raises:
-        ConfigError: an attention would embed positions with the model's group, or a router would
-            count tokens over groups other than the banks'. The message names the first.
-    """
-    model_chunks = list(model_chunks)
-    for number, chunk in enumerate(model_chunks):
-        for name, module in chunk.named_modules():
-            if _is_attention(module) and not any(
-                getattr(hook, _HOOK_MARK, False) for hook in module._forward_pre_hooks.values()
-            ):
-                raise ConfigError(
-                    "attach(packing=PackedBanks.of_limits(...)): "
-                    f"{name} of model chunk {number} would embed the positions of every "
-                    "microbatch with the model's own context-parallel group. Call "
-                    "undo = chunkgraph.megatron.features.contexts.follow_groups(model_chunks) "
-                    "before attach(), and undo() after detach()."
-                )
-    for number, name, layer in _layers_with_routers(model_chunks):
-        if _shares_rows(layer) and not any(
-            getattr(hook, _ROUTER_GROUPS, None) is groups
-            for hook in layer._forward_pre_hooks.values()
-        ):
-            raise ConfigError(
-                "attach(packing=PackedBanks.of_limits(...)): "
-                f"the router of {name} of model chunk {number} would count tokens over groups "
-                "other than those of the banks. Call follow_groups(model_chunks, groups) with the "
-                "groups of these banks."
-            )
+def _follows(model_chunks: Sequence[nn.Module], groups: ContextGroups) -> bool:
+    """Return whether `follow_groups` was called for every layer of a model, with these groups."""
+    modules = [module for chunk in model_chunks for module in chunk.modules()]
+    routers = [layer for _, _, layer in _layers_with_routers(model_chunks) if _shares_rows(layer)]
+    marks: list[tuple[nn.Module, str, Any]]
+    marks = [(module, _HOOK_MARK, True) for module in modules if _is_attention(module)]
+    marks += [(layer, _ROUTER_GROUPS, groups) for layer in routers]
+    return all(
+        any(getattr(hook, mark, None) is value for hook in module._forward_pre_hooks.values())
+        for module, mark, value in marks
+    )
 
 
 def _layers_with_routers(model_chunks: Iterable[nn.Module]) -> Iterator[tuple[int, str, Any]]:

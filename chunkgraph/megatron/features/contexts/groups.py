@@ -37,9 +37,6 @@ class ContextGroups:
         for_routers: as passed.
         world: as passed.
         rank: this rank's index in ``world``.
-
-    Raises:
-        TopologyError: a group does not consist of these neighbours.
     """
 
     def __init__(
@@ -54,17 +51,6 @@ class ContextGroups:
         self._groups = {size: groups[size] for size in sorted(groups, reverse=True)}
         self._created: list[Any] = []
         self._holders: weakref.WeakSet[ChunkGraphs] = weakref.WeakSet()
-        for size, group in self._groups.items():
-            if group is None and size == 1:
-                continue
-            first = self.rank // size * size
-            neighbours = list(self.world[first : first + size])
-            ranks = [] if group is None else dist.get_process_group_ranks(group)
-            if ranks != neighbours:
-                raise TopologyError(
-                    f"rank {dist.get_rank()}: the context-parallel group of size {size} has the "
-                    f"ranks {ranks}, not {neighbours}."
-                )
 
     @classmethod
     def create(

@@ -25,6 +25,7 @@ from chunkgraph.packing import (
     ContextSchedule,
     PackedShape,
     bucket_multiple,
+    reason_not_to_fit,
     smallest_that_fits,
 )
 from chunkgraph.packing.seq_counts import default_buckets_of_shape, default_seq_buckets
@@ -36,9 +37,10 @@ if TYPE_CHECKING:
 class PackedBanks:
     """The banks of one rank: one for each context-parallel size, length and number of sequences.
 
-    Every size has the same lengths and numbers of sequences. A microbatch gets the shortest length
-    that holds its documents, and for that length the fewest sequences. Ranks must agree on lengths,
-    because they exchange tensors of these lengths, but not on numbers of sequences.
+    Either sizes or lengths differ; all have the same numbers of sequences. A microbatch gets the
+    shortest length that holds its documents, and for that length the fewest sequences. Ranks must
+    agree on lengths, because they exchange tensors of these lengths, but not on numbers of
+    sequences.
 
     Args:
         shapes: Shapes of different lengths or sizes, with the most sequences; at least one.
@@ -46,7 +48,6 @@ class PackedBanks:
         fills_rows: Whether documents fill all rows of every microbatch.
         limits: Limits of the scheduler, if the context-parallel size changes.
         groups: This rank's groups of all sizes; None if there is one size with the model's group.
-        captured_sizes: The captured sizes; empty for all.
 
     Attributes:
         keys: The captured banks, largest first.
@@ -67,13 +68,10 @@ class PackedBanks:
         fills_rows: bool = False,
         limits: ContextLimits | None = None,
         groups: ContextGroups | None = None,
-        captured_sizes: Sequence[int] = (),
     ) -> None:
         self.shapes = tuple(
             sorted(shapes, key=lambda s: (-s.context_parallel_size, -s.max_packed_tokens))
         )
-        if len(set(self.shapes)) != len(shapes) or not shapes:
-            raise ValueError(f"banks must have different shapes, got {list(shapes)}")
         most = self.largest_shape.max_packed_seqs
         for count in seq_buckets:
             if isinstance(count, bool) or not isinstance(count, int) or not 2 <= count < most:
@@ -97,10 +95,7 @@ class PackedBanks:
                 )
                 for seqs in self.seq_counts
             ]
-        self._every = [bank for banks in self._banks.values() for bank in banks]
-        self.keys = tuple(
-            bank for bank in self._every if not captured_sizes or bank.size in captured_sizes
-        )
+        self.keys = tuple(bank for banks in self._banks.values() for bank in banks)
 
     @classmethod
     def of_model(cls, packing: PackedShape | PackingOptions, config: Any) -> PackedBanks:
@@ -144,8 +139,6 @@ class PackedBanks:
         limits: ContextLimits,
         groups: ContextGroups,
         *,
-        cuda_graph_cp_sizes: Sequence[int] = (),
-        buckets: Sequence[int] = (),
         seq_buckets: Sequence[int] | None = None,
     ) -> PackedBanks:
         """Create the banks for context-parallel sizes that change between microbatches.
@@ -153,47 +146,18 @@ class PackedBanks:
         Args:
             limits: Limits of the scheduler.
             groups: This rank's groups of all sizes of the limits.
-            cuda_graph_cp_sizes: The captured sizes; empty for all. A step with another size runs
-                eagerly as a whole.
-            buckets: Shorter lengths that are captured too, in rows of a rank.
-            seq_buckets: Smaller numbers of sequences that are captured too, for every size and
-                length; None for `default_seq_buckets`.
-
-        Raises:
-            ConfigError: No microbatch can have one of the sizes, or a bucket is invalid.
+            seq_buckets: Smaller numbers of sequences that are captured too, for every size; None
+                for `default_seq_buckets`.
         """
-        unknown = sorted(set(cuda_graph_cp_sizes) - set(limits.group_sizes))
-        if unknown:
-            raise ConfigError(
-                f"cuda_graph_cp_sizes has {unknown}, but microbatches have one of the sizes "
-                f"{list(limits.group_sizes)}."
-            )
-        most = limits.max_tokens_per_rank
-        wrong = [b for b in buckets if not 0 < b <= most or (b % 2 and limits.world_size > 1)]
-        if wrong:
-            raise ConfigError(
-                f"buckets has {wrong}; buckets are even numbers of rows up to {most}, those of a "
-                "rank."
-            )
         if seq_buckets is None:
-            seq_buckets = default_seq_buckets(limits.max_packed_seqs, min((most, *buckets)))
-        return cls(
-            [
-                replace(limits, max_tokens_per_rank=rows).shape(size)
-                for size in limits.group_sizes
-                for rows in {most, *buckets}
-            ],
-            seq_buckets,
-            limits=limits,
-            groups=groups,
-            captured_sizes=cuda_graph_cp_sizes,
-        )
+            seq_buckets = default_seq_buckets(limits.max_packed_seqs, limits.max_tokens_per_rank)
+        shapes = [limits.shape(size) for size in limits.group_sizes]
+        return cls(shapes, seq_buckets, limits=limits, groups=groups)
 
     def __str__(self) -> str:
         """Return what must be the same on all ranks."""
-        sizes = sorted({bank.size for bank in self.keys})
         within = "" if self.limits is None else f" within {self.limits}"
-        return f"{[*self.shapes]} with {self.seq_counts} sequences, captured sizes {sizes}{within}"
+        return f"{[*self.shapes]} with {self.seq_counts} sequences{within}"
 
     @property
     def largest_shape(self) -> PackedShape:
@@ -254,15 +218,15 @@ class PackedBanks:
             ConfigError: A microbatch fits no bank.
         """
         assert self.groups is not None
+        shapes = {shape.context_parallel_size: shape for shape in self.shapes}
         banks = []
         for microbatch in schedule.of_rank(self.groups.rank):
             documents = [lengths[d] for d in microbatch.documents] or [1]
-            shapes = [s for s in self.shapes if s.context_parallel_size == microbatch.size]
-            shape = smallest_that_fits(documents, shapes)
-            if shape is None:
+            shape = shapes[microbatch.size]
+            if reason_not_to_fit(documents, shape) is not None:
                 raise ConfigError(
-                    f"no bank of {microbatch.size} ranks holds a microbatch with documents of "
-                    f"{documents} tokens"
+                    f"the bank of {microbatch.size} ranks does not hold a microbatch with "
+                    f"documents of {documents} tokens"
                 )
             banks.append(self.fewest_sequences(documents, shape))
         plan = repr((schedule.digest, [int(length) for length in lengths]))
@@ -274,7 +238,7 @@ class PackedBanks:
         Raises:
             ReplayMismatchError: A microbatch uses another group, even if of the same ranks.
         """
-        groups = {bank.shape: bank.group for bank in self._every}
+        groups = {bank.shape: bank.group for bank in self.keys}
         for number, bank in enumerate(banks):
             if groups.get(bank.shape, bank.group) is not bank.group:
                 raise ReplayMismatchError(
@@ -290,7 +254,7 @@ class PackedBanks:
         fit. The cut loses no document: a microbatch of the bank has fewer documents, and its last
         sequence ends at the last row.
         """
-        if not isinstance(bank, PackedBank) or bank not in self._every:
+        if not isinstance(bank, PackedBank) or bank not in self.keys:
             return kwargs
         return with_cut_offsets(kwargs, self.seq_counts[0], bank.shape.max_packed_seqs)
 

@@ -87,11 +87,6 @@ def split_params(params: Any, label: str) -> dict[str, Any]:
     Raises:
         ConfigError: The parameters contain a value that graphs do not support.
     """
-    if not dataclasses.is_dataclass(params):
-        raise ConfigError(
-            f"{label} was called with {ARGUMENT} of type {type(params).__name__}. Pass Megatron's "
-            "PackedSeqParams."
-        )
     names = dict.fromkeys([field.name for field in dataclasses.fields(params)])
     names.update(dict.fromkeys(getattr(params, "__dict__", ())))
     parts: dict[str, Any] = {_CLASS: type(params)}

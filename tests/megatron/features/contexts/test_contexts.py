@@ -45,10 +45,9 @@ def test_jobs_of_four_ranks(
             "mixed": {
                 **base,
                 "options": {"verify": "poison"},
-                "buckets": [4],
                 "changes_groups": True,
             },
-            "limited": {**base, "num_steps": 8, "announces": True, "cuda_graph_cp_sizes": [4, 1]},
+            "limited": {**base, "num_steps": 8, "announces": True, "captured": [4, 1]},
             "fails": {**base, "fails_at": [4], "announces": True},
             "fails_all": {
                 **base,
@@ -116,7 +115,7 @@ def test_jobs_of_four_ranks(
 def every_size_is_replayed(ranks: RankResults) -> None:
     for rank in ranks:
         assert rank["modes"] == ["eager"] + ["replay"] * 5
-        assert (rank["num_slots"], rank["num_graphs"]) == ([2, 2], 2 * 2 * 2 * 6)
+        assert (rank["num_slots"], rank["num_graphs"]) == ([2, 2], 2 * 2 * 2 * 3)
         sizes = Counter(size for step in rank["sizes"][1:] for size in step)
         replayed: Counter[int] = Counter()
         for bank, count in rank["replays"].items():
@@ -195,12 +194,10 @@ def groups(one_rank: Any) -> ContextGroups:
     return result
 
 
-def test_banks_are_of_sizes_and_buckets(groups: ContextGroups) -> None:
-    banks = PackedBanks.of_limits(LIMITS, groups, buckets=[4])
-    assert [(key.size, key.num_tokens) for key in banks.keys] == [
-        (size, tokens) for size in (4, 2, 1) for tokens in (8, 4)
-    ]
-    assert repr(banks.keys[1]) == "CP 4 with 4 tokens a rank"
+def test_banks_are_of_sizes(groups: ContextGroups) -> None:
+    banks = PackedBanks.of_limits(LIMITS, groups)
+    assert [(key.size, key.num_tokens) for key in banks.keys] == [(4, 8), (2, 8), (1, 8)]
+    assert repr(banks.keys[1]) == "CP 2 with 8 tokens a rank"
     lengths = [30, 7, 3, 9]
     schedule = schedule_contexts(lengths, LIMITS)
     assert [m.size for m in schedule.of_rank(0)] == [4, 2]
@@ -208,25 +205,14 @@ def test_banks_are_of_sizes_and_buckets(groups: ContextGroups) -> None:
     assert [(key.size, key.num_tokens) for key in keys] == [(4, 8), (2, 8)]
     short = schedule_contexts([5, 2, 3, 1], LIMITS)
     keys = banks.of_schedule(short, [5, 2, 3, 1])
-    assert [(key.size, key.num_tokens) for key in keys] == [
-        (2, 4)
-    ]  # the longest document is on two ranks
-    with pytest.raises(ConfigError, match=r"no bank of 2 ranks holds .* of \[30\] tokens"):
+    assert [(key.size, key.num_tokens) for key in keys] == [(2, 8)]
+    with pytest.raises(ConfigError, match=r"bank of 2 ranks does not hold .* of \[30\] tokens"):
         banks.of_schedule(short, [30, 30, 30, 30])
 
 
-def test_sizes_and_buckets_that_cannot_be(groups: ContextGroups) -> None:
-    assert {
-        key.size for key in PackedBanks.of_limits(LIMITS, groups, cuda_graph_cp_sizes=[2]).keys
-    } == {2}
-    with pytest.raises(ConfigError, match=r"cuda_graph_cp_sizes has \[3, 8\]"):
-        PackedBanks.of_limits(LIMITS, groups, cuda_graph_cp_sizes=[8, 3, 1])
-    with pytest.raises(ConfigError, match=r"buckets has \[3, 10\]"):
-        PackedBanks.of_limits(LIMITS, groups, buckets=[3, 10])
+def test_sizes_that_cannot_be(groups: ContextGroups) -> None:
     with pytest.raises(TopologyError, match="no context-parallel group of 8"):
         groups.of(8)
-    with pytest.raises(TopologyError, match=r"of size 2 has the ranks \[\], not"):
-        ContextGroups([0], {2: None})
     with pytest.raises(TopologyError, match="cannot be divided into groups of 2"):
         ContextGroups.create([[0]], [2])
 
@@ -244,7 +230,7 @@ def test_a_key_is_its_group(groups: ContextGroups) -> None:
 
 
 def test_a_call_of_another_bank_is_as_that_bank_would_have_it(groups: ContextGroups) -> None:
-    banks = PackedBanks.of_limits(LIMITS, groups, buckets=[4])
+    banks = PackedBanks.of_limits(LIMITS, groups)
 
     def call(key: PackedBank) -> tuple[tuple[Any, ...], dict[str, Any]]:
         packed = pack([2, 1], key.shape)
@@ -312,7 +298,8 @@ def test_attention_turns_with_the_group_of_the_call() -> None:
 
 
 def test_the_announcements_of_a_step(groups: ContextGroups) -> None:
-    banks = PackedBanks.of_limits(LIMITS, groups, cuda_graph_cp_sizes=[4, 1])
+    banks = PackedBanks.of_limits(LIMITS, groups)
+    banks.keys = tuple(key for key in banks.keys if key.size in (4, 1))
     four, two, one = (PackedBank(LIMITS.shape(size), groups.of(size)) for size in (4, 2, 1))
 
     def missing(keys: Any) -> str:

@@ -24,7 +24,7 @@ from packed_flights import (
 )
 
 from chunkgraph.errors import ConfigError, ReplayMismatchError
-from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
+from chunkgraph.megatron.features.contexts import ContextGroups
 from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.feature import Packing
@@ -296,7 +296,6 @@ def test_offsets_are_cut_for_banks_of_context_parallel_sizes(
     limits = ContextLimits(world_size=1, max_tokens_per_rank=32, max_packed_seqs=6)
     groups = ContextGroups([0], {1: None})
     banks = PackedBanks.of_limits(limits, groups, seq_buckets=(3,))
-    undo = follow_groups(chunks, groups)
     attached = attach(chunks, num_slots=[2], packing=banks)
     many, few = banks.keys
     for packings, keys in (
@@ -322,7 +321,6 @@ def test_offsets_are_cut_for_banks_of_context_parallel_sizes(
         "CP 1 with 32 tokens a rank, 3 sequences": 2,
     }
     attached.detach()
-    undo()
 
 
 # Megatron's parameters of packed sequences without a model: split, joined, made, refused.
@@ -349,8 +347,6 @@ def test_pieces_come_together_as_they_were(one_rank: Any) -> None:
     assert again.cu_seqlens_kv_padded is not again.cu_seqlens_q
     assert (again.max_seqlen_q, again.more) == (8, "more")
     assert copy.copy(again).qkv_format == "thd"
-    with pytest.raises(ConfigError, match="Pass Megatron's PackedSeqParams"):
-        split_params(SimpleNamespace(), "rank 0")
 
 
 @pytest.mark.every_release

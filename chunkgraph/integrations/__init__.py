@@ -1,0 +1,1 @@
+"""Chunk graphs in other frameworks, which only these modules import."""

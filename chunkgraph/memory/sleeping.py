@@ -1,0 +1,116 @@
+"""Memory of parameters, gradients or other state that sleeps, and wakes at the same addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Literal, Self
+
+import torch
+
+from chunkgraph._text import shown
+from chunkgraph.errors import ConfigError, SlotError
+from chunkgraph.graphs import AddressRanges, CUDABackend, GraphBackend, RecorderBackend, tensor_at
+from chunkgraph.memory import pools
+
+_asleep: set[sleeping_memory] = set()
+
+
+class sleeping_memory:  # noqa: N801 - like torch.no_grad
+    """Serve all that this thread allocates in a ``with`` block. Tensors may outlive this object.
+
+    Args:
+        label: Name in errors.
+        backup: ``host`` keeps the contents in pinned memory of the host meanwhile. None: they are
+            undefined after `wake`, and the caller fills them.
+        backend: Makes the memory. Default: CUDA's on the current device, else the CPU recorder.
+
+    Raises:
+        ConfigError: ``backup`` is unknown, or memory of this process must not sleep
+            (`chunkgraph.graphs.arena`).
+
+    Attributes:
+        label: Name in errors.
+        pool: The memory.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        *,
+        backup: Literal["host"] | None = None,
+        backend: GraphBackend | None = None,
+    ) -> None:
+        if backup not in (None, "host"):
+            raise ConfigError(f"backup is {shown(backup)}; it must be 'host' or None.")
+        make = CUDABackend if torch.cuda.is_available() else RecorderBackend
+        self._backend = make(can_sleep=True) if backend is None else backend
+        self.label, self.pool = label, self._backend.new_pool(label)
+        self._copier, self._backup = self._backend.new_copier(), backup
+        self._live = AddressRanges()  # when it slept last
+        self._blocks: list[torch.Tensor] = []
+        self._kept = torch.empty(0, dtype=torch.uint8)  # what is in the blocks, on the host
+        self._entered = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._entered.enter_context(self.pool.serving_this_thread())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Return whether the memory was given back."""
+        return self.pool.is_asleep
+
+    def sleep(self) -> None:
+        """Give the memory back, after all work of the device. Nothing may use it until `wake`."""
+        if self.is_asleep:
+            return
+        self._backend.release_cached_memory()  # waits for the device
+        if self._backup is not None:
+            if (live := self.pool.live()) != self._live:
+                device = self.pool.device
+                self._blocks = [tensor_at(r.start, r.end - r.start, device) for r in live]
+                self._kept = self._copier.host_memory(sum(b.numel() for b in self._blocks))
+                self._live = live
+            self._copy(to_host=True)
+        self.pool.sleep()
+        _asleep.add(self)
+
+    def wake(self) -> None:
+        """Get memory at the same addresses, with the contents of the backup, if there is one.
+
+        Raises:
+            torch.OutOfMemoryError: Too little is free; the memory sleeps on.
+        """
+        if self.is_asleep:
+            self._backend.release_cached_memory()
+            pools.wake([self.pool], self._backend, self.label)
+            self._copy(to_host=False)
+            _asleep.discard(self)
+
+    def _copy(self, *, to_host: bool) -> None:
+        """Copy between the blocks and the host, and wait."""
+        self._copier.wait(self._copier.copy(self._blocks, self._kept, [], to_host=to_host))
+        self._backend.synchronize()
+
+
+def refuse_asleep(label: str, parameters: Iterable[torch.Tensor], *, with_gradients: bool) -> None:
+    """Refuse a step of the chunk ``label`` that would use memory that sleeps.
+
+    Raises:
+        SlotError: a parameter, or a gradient that the step uses, lies in it.
+    """
+    for memory in _asleep:
+        reserved = memory.pool.reserved()
+        for p in parameters:
+            grads = (p.grad, getattr(p, "main_grad", None)) if with_gradients else ()
+            used = [t.data_ptr() for t in (p, *grads) if t is not None]
+            if any(area.start <= a < area.end for area in reserved for a in used):
+                raise SlotError(
+                    f"A step of {label} began while memory {memory.label} sleeps, which holds a "
+                    f"parameter or gradient of shape {tuple(p.shape)}. Call its wake() before, on "
+                    "every rank."
+                )

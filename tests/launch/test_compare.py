@@ -1,0 +1,90 @@
+"""``chunkgraph launch --compare``, and what a normal run tells about its steps, on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from training_needs import NEEDS_TRAINING
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
+FLAGS = shlex.split(
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --position-embedding-type rope --micro-batch-size 2 "
+    "--global-batch-size 8 --tokenizer-type NullTokenizer --vocab-size 63 --mock-data "
+    "--num-workers 0 --log-interval 1 --lr 1e-3 --lr-decay-style constant --eval-iters 1 "
+    "--hidden-dropout 0.1 --data-cache-path cache"
+)
+
+pytestmark = [pytest.mark.megatron, NEEDS_TRAINING, pytest.mark.slow]
+
+
+def steps_of(path: Path) -> list[list[str]]:
+    """Return the losses and gradient norms of an exact log."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [[*re.findall(r"'lm loss': '(\S+)'", line), line.split()[1]] for line in lines]
+
+
+@pytest.mark.timeout(200)
+def test_a_command_line_is_compared_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    more = "--pipeline-model-parallel-size 2 --train-iters 3 --exit-interval 2 --exact-log steps "
+    more += "--save saved --save-interval 1 --eval-interval 2 --cuda-graph-verify poison"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "chunkgraph.cli", "launch", "--device", "cpu"),
+            *("--nproc-per-node", "2", "--compare", "2", "--json", "result.json"),
+            *(str(SCRIPT), *FLAGS, *more.split()),
+        ],
+        env=environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    document = json.loads((tmp_path / "result.json").read_text())
+    eager, chunk = document["runs"]
+    # 3 + 2 steps for captures, 2 that are measured, 2 that are traced; chunk runs first.
+    logs = [steps_of(tmp_path / f"steps.rank{rank}") for rank in range(2)]
+    by_step = [first + last for first, last in zip(*logs, strict=True)]
+    assert len(by_step) == 18
+    assert chunk["values"] == by_step[:9]
+    assert eager["values"] == by_step[9:] == by_step[:9]
+    assert len({tuple(values) for values in eager["values"]}) == 9
+    for run in (eager, chunk):
+        assert len(run["step_ms"]) == 2
+        assert min(run["step_ms"]) > 0
+    assert eager["capture_ms"] == 0 < chunk["capture_ms"]
+    assert "chunk: all losses and gradient norms equal eager ones to the last bit." in done.stdout
+    assert "9/9" in done.stdout
+    assert done.stdout.count("graph replays:     4 |") == 8
+    assert "validation loss" not in done.stdout
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_normal_run_tells_what_a_step_takes(
+    tmp_path: Path, run_ranks: Callable[..., tuple[list[int], str]]
+) -> None:
+    more = ["--train-iters", "26", "--eval-interval", "100", "--chunkgraph"]
+    more += ["--data-cache-path", str(tmp_path / "cache")]
+    codes, output = run_ranks([str(SCRIPT), *FLAGS, *more], 1, tmp_path)
+    assert codes == [0], output[-4000:]
+    lines = output.splitlines()
+    (told,) = [i for i, line in enumerate(lines) if "a replayed step takes" in line]
+    assert re.search(r"iteration +21/", "".join(lines[:told]))
+    assert not re.search(r"iteration +22/", "".join(lines[:told]))
+    assert "--cross-entropy-loss-fusion saves passes over all logits" in lines[told]
+    took = float(lines[told].split(" takes ")[1].split()[0])
+    logged = re.findall(r"elapsed time per iteration \(ms\): (\S+)", output)[1:21]
+    assert min(map(float, logged)) <= took <= max(map(float, logged))

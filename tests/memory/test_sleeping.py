@@ -1,0 +1,165 @@
+"""Parameters and gradients that sleep between steps: training has the bits of eager training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from toys import Tower, add_to_main_grads, all_equal, sample
+
+import chunkgraph
+from chunkgraph.engine import CaptureOptions, ChunkGraphs
+from chunkgraph.errors import ConfigError, SlotError
+from chunkgraph.graphs import CUDABackend, RecorderBackend
+from chunkgraph.memory.sleeping import sleeping_memory
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def built(device: str, *, sleeps: bool) -> tuple[torch.nn.Module, list[sleeping_memory]]:
+    """Return a module with main gradients, and the memory of both."""
+    where = torch.device(device)
+    backend = (CUDABackend if device == "cuda" else RecorderBackend)(can_sleep=True)
+    weights = sleeping_memory("weights", backup="host", backend=backend)
+    gradients = sleeping_memory("gradients", backend=backend)
+    torch.manual_seed(3)
+    with torch.device(where):
+        if not sleeps:
+            module = torch.nn.Sequential(*(Tower() for _ in range(3)))
+            add_to_main_grads(module)
+            return module, []
+        with weights:
+            module = torch.nn.Sequential(*(Tower() for _ in range(3)))
+        with gradients:
+            add_to_main_grads(module)
+    return module, [weights, gradients]
+
+
+def trained(
+    graphs: ChunkGraphs, memories: list[sleeping_memory], *, eager: bool
+) -> list[torch.Tensor]:
+    """Alternate log-probabilities, without gradients in memory, and training."""
+    module: Any = graphs.chunks[0].module
+    torch.manual_seed(5)
+    results = []
+    for count in (1, 2, 2, 1):
+        for is_training in (False, True):
+            awake = memories if is_training else memories[:1]
+            if memories:
+                graphs.wake()
+            for memory in awake:
+                memory.wake()
+            if is_training:
+                for p in module.parameters():
+                    p.main_grad.zero_()
+            with (
+                torch.set_grad_enabled(is_training),
+                graphs.step(count, forward_only=not is_training, eager=eager),
+            ):
+                for _ in range(count):
+                    y = graphs.callables[0](sample(graphs.backend))
+                    results.append(y.detach().clone())
+                    if is_training:
+                        y.square().sum().backward()
+            if is_training:
+                with torch.no_grad():
+                    for p in module.parameters():
+                        results.append(p.main_grad.clone())
+                        p.sub_(0.1 * p.main_grad)
+            for memory in memories:
+                memory.sleep()
+            if memories:
+                graphs.sleep()
+    for memory in memories:
+        memory.wake()
+    return results + [t.detach().clone() for t in module.state_dict().values()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("moves", ["refuse", "recapture"])
+def test_all_memory_sleeps_between_all_steps(device: str, moves: Any) -> None:
+    options = CaptureOptions(can_sleep=True, on_moved_memory=moves)
+    module, _ = built(device, sleeps=False)
+    expected = trained(ChunkGraphs(module, 1, options=options), [], eager=True)
+    module, memories = built(device, sleeps=True)
+    graphs = ChunkGraphs(module, 1, options=options)
+    assert all_equal(trained(graphs, memories, eager=False), expected)
+    assert graphs.counters.replays == 5
+    assert graphs.forward_only.counters.replays == 5
+    assert not graphs.counters.recaptures
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_contents_come_back_from_the_host_alone(device: str) -> None:
+    module, (weights, gradients) = built(device, sleeps=True)
+    before = [t.clone() for t in module.state_dict().values()]
+    addresses = [p.data_ptr() for p in module.parameters()]
+    for _ in range(2):
+        weights.sleep()
+        weights.sleep()
+        gradients.sleep()
+        assert weights.is_asleep
+        if device == "cpu":
+            assert all(p.isnan().all() for p in module.parameters())
+        weights.wake()
+        gradients.wake()
+        gradients.wake()
+    assert not weights.is_asleep
+    assert [p.data_ptr() for p in module.parameters()] == addresses
+    assert all_equal(list(module.state_dict().values()), before)
+    if device == "cpu":
+        assert all(p.main_grad.isnan().all() for p in module.parameters())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_step_that_uses_sleeping_memory_says_which(eager: bool) -> None:
+    module, (weights, gradients) = built("cpu", sleeps=True)
+    graphs, x = ChunkGraphs(module, 1), torch.randn(4, 8)
+    other = ChunkGraphs(Tower(), 1)
+    gradients.sleep()
+    with torch.no_grad(), graphs.step(1, forward_only=True, eager=eager):
+        graphs.callables[0](x)
+    with (
+        pytest.raises(
+            SlotError,
+            match=r"chunk 0 began while memory gradients sleeps.*gradient of shape \(8, 8\)",
+        ),
+        graphs.step(1, eager=eager),
+    ):
+        pass
+    with other.step(1):
+        other.callables[0](x).sum().backward()
+    gradients.wake()
+    weights.sleep()
+    with (
+        pytest.raises(SlotError, match=r"memory weights sleeps.*Call its wake\(\)"),
+        graphs.step(1, forward_only=True, eager=eager),
+    ):
+        pass
+    weights.wake()
+    with graphs.step(1, eager=eager):
+        graphs.callables[0](x).sum().backward()
+
+
+def test_a_failed_wake_can_be_repeated() -> None:
+    backend = RecorderBackend(limit_bytes=4 << 20, can_sleep=True)
+    memory, other = (
+        sleeping_memory("weights", backup="host", backend=backend),
+        backend.new_pool("other"),
+    )
+    with memory:
+        x = torch.arange(3 << 20, dtype=torch.uint8)
+    memory.sleep()
+    other.reserve(2 << 20)
+    with pytest.raises(torch.OutOfMemoryError, match=r"weights: waking needs .* but only 2 MiB"):
+        memory.wake()
+    assert memory.is_asleep
+    del other
+    memory.wake()
+    assert torch.equal(x, torch.arange(3 << 20, dtype=torch.uint8))
+
+
+def test_unknown_backups_are_refused() -> None:
+    with pytest.raises(ConfigError, match="backup is 'disk'; it must be 'host' or None"):
+        chunkgraph.sleeping_memory("weights", backup="disk")  # type: ignore[arg-type]
