@@ -168,10 +168,10 @@ class ChunkGraphs:
         self._was_released = False
         self._was_replaced = False  # as of the end of the last step
         self._banks = StepBanks(self._of_banks, len(self.chunks))
-        count, limit = self.options.num_warmup_steps, self._limit
+        count, limit, agree = self.options.num_warmup_steps, self._limit, self._agreement.now
         takes_memory = limit is None and self.options.verify == "none"
         self._samples = Samples(self._banks, self.chunks, count, warns=self._is_training)
-        self._replayer = (Replayer if limit is None else limit.replayer(self.backend))(
+        self._replayer = (Replayer if limit is None else limit.replayer(self.backend, agree))(
             self.chunks,
             self._num_slots,
             self._banks,
@@ -193,7 +193,7 @@ class ChunkGraphs:
             backend=self.backend,
             options=self.options,
             banks=self._banks,
-            agree=self._agreement.now,
+            agree=agree,
         )
         self._hooks = ChunkHooks(self.chunks)
         self._of_capture: tuple[Observer, ...] = ()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from operator import mul
 
 from chunkgraph._text import format_bytes, parse_bytes, shown
+from chunkgraph.engine.agreement import Agree
 from chunkgraph.engine.capture.session import Session
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, is_integer
 from chunkgraph.engine.paging.pages import PageTrial
-from chunkgraph.engine.paging.replayer import PagedReplayer
+from chunkgraph.engine.paging.replayer import PagedReplayer, Planner
 from chunkgraph.errors import CaptureError, ConfigError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.schedules import Schedule
@@ -111,11 +113,25 @@ class SlotLimit:
             f"{', '.join(map(format_bytes, slot_bytes))} each."
         )
 
-    def replayer(self, backend: GraphBackend) -> Callable[..., PagedReplayer]:
+    def replayer(self, backend: GraphBackend, agree: Agree) -> Callable[..., PagedReplayer]:
         """Return the class that replays under this limit, with its first arguments."""
-        own = self._schedule
+        return partial(PagedReplayer, planner=partial(self._planner, agree), backend=backend)
 
-        def plan(num_slots: Sequence[int | None], num_microbatches: int) -> PagePlan:
-            return plan_pages(self.check(num_microbatches), own.rank, num_slots, own.costs)
+    def _planner(self, agree: Agree, num_slots: Sequence[int | None]) -> Planner:
+        """Return what plans steps with these slots; all ranks know those of all, and call this."""
+        own, num_chunks = self._schedule, len(num_slots)
+        (num_ranks,) = agree([own.rank + 1])
+        negated = [-sys.maxsize] * (num_ranks * num_chunks)  # not paged
+        for at, count in enumerate(num_slots, own.rank * num_chunks):
+            negated[at] = -(count or sys.maxsize)
+        fewest = [None if n == -sys.maxsize else -n for n in agree(negated)]
+        ranks = [fewest[r * num_chunks :][:num_chunks] for r in range(num_ranks)]
 
-        return partial(PagedReplayer, plan=plan, backend=backend)
+        @cache
+        def plan(num_microbatches: int) -> PagePlan:
+            schedule = self.check(num_microbatches)
+            for rank, counts in enumerate(ranks):  # too few on one are an error on all
+                plan_pages(schedule, rank, counts)
+            return plan_pages(schedule, own.rank, num_slots, own.costs)
+
+        return plan
