@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Literal, Self
@@ -10,14 +11,40 @@ import torch
 
 from chunkgraph._text import shown
 from chunkgraph.errors import ConfigError, SlotError
-from chunkgraph.graphs import AddressRanges, CUDABackend, GraphBackend, RecorderBackend, tensor_at
+from chunkgraph.graphs import (
+    AddressRanges,
+    CUDABackend,
+    GraphBackend,
+    Pool,
+    RecorderBackend,
+    tensor_at,
+)
 from chunkgraph.memory import pools
 
 _asleep: set[sleeping_memory] = set()
 
 
+class _Blocks(threading.local):
+    """The pools of the ``with`` blocks that a thread is in, of which the innermost serves it."""
+
+    def __init__(self) -> None:
+        self.pools: list[Pool] = []
+        self._serving = ExitStack()
+
+    def changed(self) -> None:
+        """Let the innermost pool serve, and no other one."""
+        self._serving.close()
+        if self.pools:
+            self._serving.enter_context(self.pools[-1].serving_this_thread())
+
+
+_blocks = _Blocks()
+
+
 class sleeping_memory:  # noqa: N801 - like torch.no_grad
     """Serve all that this thread allocates in a ``with`` block. Tensors may outlive this object.
+
+    Of nested blocks the innermost serves.
 
     Args:
         label: Name in errors.
@@ -49,15 +76,24 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
         self._copier, self._backup = self._backend.new_copier(), backup
         self._live = AddressRanges()  # when it slept last
         self._blocks: list[torch.Tensor] = []
-        self._kept = torch.empty(0, dtype=torch.uint8)  # what is in the blocks, on the host
-        self._entered = ExitStack()
+        self._kept = self._copier.host_memory(0)  # what is in the blocks
+        self._num_entered = 0
 
     def __enter__(self) -> Self:
-        self._entered.enter_context(self.pool.serving_this_thread())
+        if self.is_asleep:
+            raise SlotError(
+                f"A with block of memory {self.label} began while this memory sleeps. Call its "
+                "wake() before."
+            )
+        self._num_entered += 1
+        _blocks.pools.append(self.pool)
+        _blocks.changed()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._entered.close()
+        self._num_entered -= 1
+        _blocks.pools.pop()
+        _blocks.changed()
 
     @property
     def is_asleep(self) -> bool:
@@ -65,15 +101,24 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
         return self.pool.is_asleep
 
     def sleep(self) -> None:
-        """Give the memory back, after all work of the device. Nothing may use it until `wake`."""
+        """Give the memory back, after all work of the device. Nothing may use it until `wake`.
+
+        Raises:
+            SlotError: a ``with`` block of this memory has not ended.
+        """
         if self.is_asleep:
             return
+        if self._num_entered:
+            raise SlotError(
+                f"sleep() of memory {self.label} was called inside its with block. End it first."
+            )
         self._backend.release_cached_memory()  # waits for the device
         if self._backup is not None:
             if (live := self.pool.live()) != self._live:
                 device = self.pool.device
-                self._blocks = [tensor_at(r.start, r.end - r.start, device) for r in live]
-                self._kept = self._copier.host_memory(sum(b.numel() for b in self._blocks))
+                with torch.inference_mode(False):  # wake() may be called outside of it
+                    self._blocks = [tensor_at(r.start, r.end - r.start, device) for r in live]
+                    self._kept = self._copier.host_memory(sum(b.numel() for b in self._blocks))
                 self._live = live
             self._copy(to_host=True)
         self.pool.sleep()
