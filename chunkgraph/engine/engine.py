@@ -467,7 +467,7 @@ class ChunkGraphs:
             CaptureError: the chunk of this or another rank could not be captured; the callables
                 run eagerly.
         """
-        self.memory.refuse_inside("capture() was called")
+        self.memory.check_step(self, "capture() was called", with_gradients=True)
         if self._captured is not None:
             raise CaptureError(
                 "The chunks are already captured; call release() before capturing again."
