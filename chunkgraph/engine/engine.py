@@ -306,7 +306,7 @@ class ChunkGraphs:
             SlotError: a microbatch was forwarded but not run backward when the step ended.
             ReplayMismatchError: a call differs from the captured one.
         """
-        self.memory.check_step(self, with_gradients=self._is_training and not forward_only)
+        self.memory.check_step(self, trains=self._is_training and not forward_only)
         if forward_only:
             evaluation = self.forward_only.step(
                 num_microbatches, shape_key, plan or StepPlan(), eager=eager
@@ -467,7 +467,7 @@ class ChunkGraphs:
             CaptureError: the chunk of this or another rank could not be captured; the callables
                 run eagerly.
         """
-        self.memory.check_step(self, "capture() was called", with_gradients=True)
+        self.memory.check_step(self, trains=True, what="capture() was called")
         if self._captured is not None:
             raise CaptureError(
                 "The chunks are already captured; call release() before capturing again."

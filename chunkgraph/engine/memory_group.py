@@ -67,9 +67,7 @@ class MemoryGroup:
                 label = engine.chunks[0].label
                 raise SlotError(f"{what} inside a step of {label}. End that step first.")
 
-    def check_step(
-        self, engine: ChunkGraphs, what: str = "A step began", *, with_gradients: bool
-    ) -> None:
+    def check_step(self, engine: ChunkGraphs, *, trains: bool, what: str = "A step began") -> None:
         """Refuse a step, or a capture, that may not begin now; see `ChunkGraphs.step`.
 
         Raises:
@@ -81,7 +79,7 @@ class MemoryGroup:
                 f"{what} while graphs sleep. Call wake() or release() before, on every rank."
             )
         for chunk in engine.chunks:
-            refuse_asleep(chunk.label, chunk.parameters, with_gradients=with_gradients)
+            refuse_asleep(chunk.label, chunk.parameters, with_gradients=trains)
 
     @property
     def is_asleep(self) -> bool:

@@ -11,31 +11,24 @@ import torch
 
 from chunkgraph._text import shown
 from chunkgraph.errors import ConfigError, SlotError
-from chunkgraph.graphs import (
-    AddressRanges,
-    CUDABackend,
-    GraphBackend,
-    Pool,
-    RecorderBackend,
-    tensor_at,
-)
+from chunkgraph.graphs import AddressRanges, CUDABackend, GraphBackend, RecorderBackend, tensor_at
 from chunkgraph.memory import pools
 
 _asleep: set[sleeping_memory] = set()
 
 
 class _Blocks(threading.local):
-    """The pools of the ``with`` blocks that a thread is in, of which the innermost serves it."""
+    """The memory of the ``with`` blocks that a thread is in, of which the innermost serves."""
 
     def __init__(self) -> None:
-        self.pools: list[Pool] = []
+        self.entered: list[sleeping_memory] = []
         self._serving = ExitStack()
 
-    def changed(self) -> None:
-        """Let the innermost pool serve, and no other one."""
+    def serve(self) -> None:
+        """Let the innermost memory serve, and no other one."""
         self._serving.close()
-        if self.pools:
-            self._serving.enter_context(self.pools[-1].serving_this_thread())
+        if self.entered:
+            self._serving.enter_context(self.entered[-1].pool.serving_this_thread())
 
 
 _blocks = _Blocks()
@@ -43,8 +36,6 @@ _blocks = _Blocks()
 
 class sleeping_memory:  # noqa: N801 - like torch.no_grad
     """Serve all that this thread allocates in a ``with`` block. Tensors may outlive this object.
-
-    Of nested blocks the innermost serves.
 
     Args:
         label: Name in errors.
@@ -77,23 +68,17 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
         self._live = AddressRanges()  # when it slept last
         self._blocks: list[torch.Tensor] = []
         self._kept = self._copier.host_memory(0)  # what is in the blocks
-        self._num_entered = 0
 
     def __enter__(self) -> Self:
         if self.is_asleep:
-            raise SlotError(
-                f"A with block of memory {self.label} began while this memory sleeps. Call its "
-                "wake() before."
-            )
-        self._num_entered += 1
-        _blocks.pools.append(self.pool)
-        _blocks.changed()
+            raise SlotError(f"Memory {self.label} sleeps. Call wake() before allocating in it.")
+        _blocks.entered.append(self)
+        _blocks.serve()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._num_entered -= 1
-        _blocks.pools.pop()
-        _blocks.changed()
+        _blocks.entered.pop()
+        _blocks.serve()
 
     @property
     def is_asleep(self) -> bool:
@@ -104,14 +89,12 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
         """Give the memory back, after all work of the device. Nothing may use it until `wake`.
 
         Raises:
-            SlotError: a ``with`` block of this memory has not ended.
+            SlotError: this thread is in a ``with`` block of this memory.
         """
         if self.is_asleep:
             return
-        if self._num_entered:
-            raise SlotError(
-                f"sleep() of memory {self.label} was called inside its with block. End it first."
-            )
+        if self in _blocks.entered:
+            raise SlotError(f"Memory {self.label} cannot sleep inside its with block. End it.")
         self._backend.release_cached_memory()  # waits for the device
         if self._backup is not None:
             if (live := self.pool.live()) != self._live:

@@ -197,11 +197,11 @@ def test_nothing_is_allocated_in_memory_that_sleeps() -> None:
     memory = sleeping_memory("weights", backup="host", backend=RecorderBackend(can_sleep=True))
     with memory:
         x, y = torch.arange(9), torch.arange(9)
-        with pytest.raises(SlotError, match=r"sleep\(\) of memory weights was called inside its"):
+        with pytest.raises(SlotError, match="weights cannot sleep inside its with block"):
             memory.sleep()
     memory.sleep()
     del x
-    with pytest.raises(SlotError, match=r"memory weights began while .* sleeps"), memory:
+    with pytest.raises(SlotError, match="Memory weights sleeps"), memory:
         pass
     memory.wake()
     with memory:

@@ -13,7 +13,7 @@ from chunkgraph.engine.agreement import Agree
 from chunkgraph.engine.capture.session import Session
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, is_integer
 from chunkgraph.engine.paging.pages import PageTrial
-from chunkgraph.engine.paging.replayer import PagedReplayer, Planner
+from chunkgraph.engine.paging.replayer import PagedReplayer
 from chunkgraph.errors import CaptureError, ConfigError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.schedules import Schedule
@@ -115,23 +115,23 @@ class SlotLimit:
 
     def replayer(self, backend: GraphBackend, agree: Agree) -> Callable[..., PagedReplayer]:
         """Return the class that replays under this limit, with its first arguments."""
-        return partial(PagedReplayer, planner=partial(self._planner, agree), backend=backend)
+        own = self._schedule
 
-    def _planner(self, agree: Agree, num_slots: Sequence[int | None]) -> Planner:
-        """Return what plans steps with these slots; all ranks know those of all, and call this."""
-        own, num_chunks = self._schedule, len(num_slots)
-        (num_ranks,) = agree([own.rank + 1])
-        negated = [-sys.maxsize] * (num_ranks * num_chunks)  # not paged
-        for at, count in enumerate(num_slots, own.rank * num_chunks):
-            negated[at] = -(count or sys.maxsize)
-        fewest = [None if n == -sys.maxsize else -n for n in agree(negated)]
-        ranks = [fewest[r * num_chunks :][:num_chunks] for r in range(num_ranks)]
+        def plans(num_slots: Sequence[int | None]) -> Callable[[int | None], PagePlan]:
+            (num_ranks,) = agree([own.rank + 1])
+            every = [[sys.maxsize] * len(num_slots) for _ in range(num_ranks)]
+            every[own.rank] = [count or sys.maxsize for count in num_slots]
+            negated = agree([-count for counts in every for count in counts])  # of the fewest
+            agreed = (None if n == -sys.maxsize else -n for n in negated)
+            fewest = [[next(agreed) for _ in counts] for counts in every]
 
-        @cache
-        def plan(num_microbatches: int) -> PagePlan:
-            schedule = self.check(num_microbatches)
-            for rank, counts in enumerate(ranks):  # too few on one are an error on all
-                plan_pages(schedule, rank, counts)
-            return plan_pages(schedule, own.rank, num_slots, own.costs)
+            @cache
+            def plan(num_microbatches: int | None) -> PagePlan:
+                schedule = self.check(num_microbatches)
+                for rank, counts in enumerate(fewest):  # too few on one are an error on all
+                    plan_pages(schedule, rank, counts)
+                return plan_pages(schedule, own.rank, num_slots, own.costs)
 
-        return plan
+            return plan
+
+        return partial(PagedReplayer, plans=plans, backend=backend)

@@ -21,8 +21,7 @@ from chunkgraph.schedules import Op
 from chunkgraph.slots import Page, PagePlan, SlotMachine
 
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.W: "weight gradient"}
-Planner = Callable[[int], PagePlan]
-"""Returns the plan of a step from its number of microbatches; raises alike on all ranks."""
+Planner = Callable[[Sequence[int | None]], Callable[[int | None], PagePlan]]
 _Key = tuple[int, int]
 """Chunk and microbatch."""
 
@@ -65,8 +64,8 @@ class PagedReplayer(Replayer):
     receive begins. So no rank ever waits for a slot with a receive posted.
 
     Args:
-        planner: Returns a `Planner` from the number of slots of each chunk, None for one that is
-            not paged; all ranks call it together.
+        plans: Returns, from the number of slots of each chunk (None for one that is not paged),
+            what plans a step of some microbatches, or raises alike on all ranks. They all call it.
         backend: The backend of the graphs.
         settings: As `Replayer` takes them.
     """
@@ -76,14 +75,8 @@ class PagedReplayer(Replayer):
     _copier: Copier
     _plan: PagePlan
 
-    def __init__(
-        self,
-        *args: Any,
-        planner: Callable[[Sequence[int | None]], Planner],
-        backend: GraphBackend,
-        **settings: Any,
-    ) -> None:
-        self._planner, self._backend = planner, backend
+    def __init__(self, *args: Any, plans: Planner, backend: GraphBackend, **settings: Any) -> None:
+        self._plans, self._backend = plans, backend
         self._pages: dict[Slot, Sequence[torch.Tensor]] = {}
         self._memory: list[list[torch.Tensor]] = []  # of the host, by chunk
         super().__init__(*args, **settings)
@@ -94,7 +87,7 @@ class PagedReplayer(Replayer):
         self._pages = {slot: page_of(slot) for c in captured.paged for slot in captured.slots[c]}
         self._copier = self._backend.new_copier()
         counts = enumerate(captured.report.num_slots)
-        self._plan_of = self._planner([n if c in captured.paged else None for c, n in counts])
+        self._plan_of = self._plans([n if c in captured.paged else None for c, n in counts])
         self._memory = [[] for _ in self._chunks]
         self._forget_microbatches()
 
@@ -110,7 +103,6 @@ class PagedReplayer(Replayer):
         Raises:
             ConfigError: A chunk of any rank has too few slots for the number of microbatches.
         """
-        assert num_microbatches is not None
         self._begin(num_microbatches)
         try:
             with super().step(num_microbatches, observers):
@@ -119,7 +111,7 @@ class PagedReplayer(Replayer):
             self._backend.synchronize()  # the next step uses the memory of pages again
             raise
 
-    def _begin(self, num_microbatches: int) -> None:
+    def _begin(self, num_microbatches: int | None) -> None:
         """Plan the pages of a step that begins."""
         captured = self._captured
         assert captured is not None
