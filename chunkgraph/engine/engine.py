@@ -168,10 +168,10 @@ class ChunkGraphs:
         self._was_released = False
         self._was_replaced = False  # as of the end of the last step
         self._banks = StepBanks(self._of_banks, len(self.chunks))
-        count, limit = self.options.num_warmup_steps, self._limit
+        count, limit, agree = self.options.num_warmup_steps, self._limit, self._agreement.now
         takes_memory = limit is None and self.options.verify == "none"
         self._samples = Samples(self._banks, self.chunks, count, warns=self._is_training)
-        self._replayer = (Replayer if limit is None else limit.replayer(self.backend))(
+        self._replayer = (Replayer if limit is None else limit.replayer(self.backend, agree))(
             self.chunks,
             self._num_slots,
             self._banks,
@@ -193,7 +193,7 @@ class ChunkGraphs:
             backend=self.backend,
             options=self.options,
             banks=self._banks,
-            agree=self._agreement.now,
+            agree=agree,
         )
         self._hooks = ChunkHooks(self.chunks)
         self._of_capture: tuple[Observer, ...] = ()
@@ -306,7 +306,7 @@ class ChunkGraphs:
             SlotError: a microbatch was forwarded but not run backward when the step ended.
             ReplayMismatchError: a call differs from the captured one.
         """
-        self.memory.check_step(self, with_gradients=self._is_training and not forward_only)
+        self.memory.check_step(self, trains=self._is_training and not forward_only)
         if forward_only:
             evaluation = self.forward_only.step(
                 num_microbatches, shape_key, plan or StepPlan(), eager=eager
@@ -467,7 +467,7 @@ class ChunkGraphs:
             CaptureError: the chunk of this or another rank could not be captured; the callables
                 run eagerly.
         """
-        self.memory.refuse_inside("capture() was called")
+        self.memory.check_step(self, trains=True, what="capture() was called")
         if self._captured is not None:
             raise CaptureError(
                 "The chunks are already captured; call release() before capturing again."

@@ -67,19 +67,19 @@ class MemoryGroup:
                 label = engine.chunks[0].label
                 raise SlotError(f"{what} inside a step of {label}. End that step first.")
 
-    def check_step(self, engine: ChunkGraphs, *, with_gradients: bool) -> None:
-        """Refuse a step that may not begin now; see `ChunkGraphs.step`.
+    def check_step(self, engine: ChunkGraphs, *, trains: bool, what: str = "A step began") -> None:
+        """Refuse a step, or a capture, that may not begin now; see `ChunkGraphs.step`.
 
         Raises:
             SlotError: a step of these engines runs, or memory that this one uses sleeps.
         """
-        self.refuse_inside("A step began")
+        self.refuse_inside(what)
         if self.is_asleep:
             raise SlotError(
-                "A step began while graphs sleep. Call wake() or release() before, on every rank."
+                f"{what} while graphs sleep. Call wake() or release() before, on every rank."
             )
         for chunk in engine.chunks:
-            refuse_asleep(chunk.label, chunk.parameters, with_gradients=with_gradients)
+            refuse_asleep(chunk.label, chunk.parameters, with_gradients=trains)
 
     @property
     def is_asleep(self) -> bool:

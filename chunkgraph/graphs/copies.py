@@ -26,7 +26,7 @@ class Copier:
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         """Return bytes of the host that the device copies from and to by itself."""
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def mark(self) -> Mark:
         """Return a mark of all that the current stream has to do."""
@@ -76,7 +76,7 @@ class CudaCopier(Copier):
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         """Return pinned memory: registered, since torch's own allocator takes a power of two."""
-        memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        memory = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         runtime, address = torch.cuda.cudart(), memory.data_ptr()
         if num_bytes:
             torch.cuda.check_error(int(runtime.cudaHostRegister(address, num_bytes, 0)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Literal, Self
@@ -14,6 +15,23 @@ from chunkgraph.graphs import AddressRanges, CUDABackend, GraphBackend, Recorder
 from chunkgraph.memory import pools
 
 _asleep: set[sleeping_memory] = set()
+
+
+class _Blocks(threading.local):
+    """The memory of the ``with`` blocks that a thread is in, of which the innermost serves."""
+
+    def __init__(self) -> None:
+        self.entered: list[sleeping_memory] = []
+        self._serving = ExitStack()
+
+    def serve(self) -> None:
+        """Let the innermost memory serve, and no other one."""
+        self._serving.close()
+        if self.entered:
+            self._serving.enter_context(self.entered[-1].pool.serving_this_thread())
+
+
+_blocks = _Blocks()
 
 
 class sleeping_memory:  # noqa: N801 - like torch.no_grad
@@ -49,15 +67,18 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
         self._copier, self._backup = self._backend.new_copier(), backup
         self._live = AddressRanges()  # when it slept last
         self._blocks: list[torch.Tensor] = []
-        self._kept = torch.empty(0, dtype=torch.uint8)  # what is in the blocks, on the host
-        self._entered = ExitStack()
+        self._kept = self._copier.host_memory(0)  # what is in the blocks
 
     def __enter__(self) -> Self:
-        self._entered.enter_context(self.pool.serving_this_thread())
+        if self.is_asleep:
+            raise SlotError(f"Memory {self.label} sleeps. Call wake() before allocating in it.")
+        _blocks.entered.append(self)
+        _blocks.serve()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._entered.close()
+        _blocks.entered.pop()
+        _blocks.serve()
 
     @property
     def is_asleep(self) -> bool:
@@ -65,15 +86,22 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
         return self.pool.is_asleep
 
     def sleep(self) -> None:
-        """Give the memory back, after all work of the device. Nothing may use it until `wake`."""
+        """Give the memory back, after all work of the device. Nothing may use it until `wake`.
+
+        Raises:
+            SlotError: this thread is in a ``with`` block of this memory.
+        """
         if self.is_asleep:
             return
+        if self in _blocks.entered:
+            raise SlotError(f"Memory {self.label} cannot sleep inside its with block. End it.")
         self._backend.release_cached_memory()  # waits for the device
         if self._backup is not None:
             if (live := self.pool.live()) != self._live:
                 device = self.pool.device
-                self._blocks = [tensor_at(r.start, r.end - r.start, device) for r in live]
-                self._kept = self._copier.host_memory(sum(b.numel() for b in self._blocks))
+                with torch.inference_mode(False):  # wake() may be called outside of it
+                    self._blocks = [tensor_at(r.start, r.end - r.start, device) for r in live]
+                    self._kept = self._copier.host_memory(sum(b.numel() for b in self._blocks))
                 self._live = live
             self._copy(to_host=True)
         self.pool.sleep()

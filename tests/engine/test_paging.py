@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from drawn_schedules import legal_steps
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,6 +28,7 @@ from chunkgraph.engine import (
     StepPlan,
     mark_constant,
 )
+from chunkgraph.engine.agreement import Maximum
 from chunkgraph.engine.split import SPLIT, WeightBackwards
 from chunkgraph.errors import CaptureError, ConfigError, SlotError, VerifyError
 from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
@@ -442,6 +446,69 @@ def test_what_a_limit_of_memory_means(backend: GraphBackend) -> None:
         counts(1)
     assert counts("1GiB") == (4,)
     assert counts("1MiB") == (2,)  # of 384 KiB each, or 512 KiB in blocks
+
+
+def zero_bubble_steps(rank: int, path: str) -> None:
+    """Capture for one microbatch; write what a step of more raises, and whether it ends."""
+    timeout = timedelta(seconds=10)
+    store = dist.FileStore(f"{path}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    width = (8, 128)[rank]
+    x = torch.randn(512, width, requires_grad=True)
+    module = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+    chunk = Chunk.from_module(module, f"rank {rank} chunk 0", program=SPLIT)
+    graphs = ChunkGraphs.for_schedule(
+        "zb-h1",
+        chunk,
+        rank=rank,
+        num_ranks=2,
+        options=CaptureOptions(max_slot_memory="1.2MiB"),
+        agree=Maximum(dist.new_group(backend="gloo", timeout=timeout)),
+    )
+    own = WeightBackwards(graphs)
+
+    def step(count: int) -> None:
+        with graphs.step(count):
+            dist.all_reduce(torch.ones(1))  # as of a pipeline
+            for action in split_actions(
+                build_schedule("zb-h1", num_ranks=2, num_chunks=1, num_microbatches=count)
+            ).compute_actions(rank):
+                if action.op is Op.F:
+                    alive[action.microbatch] = graphs.callables[0](x)
+                elif action.op is Op.I:
+                    alive.pop(action.microbatch).sum().backward()
+                else:
+                    own.run(0)
+
+    alive: dict[int, Any] = {}
+    step(1)
+    step(1)
+    report = [str(graphs.report.num_slots)]
+    for count in (4, 1):
+        try:
+            step(count)
+            report.append("replayed")
+        except Exception as error:  # noqa: BLE001
+            report.append(f"{type(error).__name__}: {error}")
+    Path(f"{path}/{rank}").write_text("\n".join(report))
+
+
+def test_slots_too_few_on_one_rank_for_a_later_step_are_an_error_on_all(tmp_path: Path) -> None:
+    context = torch.multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=zero_bubble_steps, args=(r, str(tmp_path))) for r in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+    first, second = ((tmp_path / f"{rank}").read_text().splitlines() for rank in range(2))
+    assert (first[0], second[0]) == ("(2,)", "(1,)")
+    for lines in (first, second):
+        assert lines[1].startswith("ConfigError: ")
+        assert "rank 1" in lines[1]
+        assert "[1] slots" in lines[1]
+        assert "at least [2]" in lines[1]
+        assert lines[2:] == ["replayed"]
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,23 @@ def test_steps_of_models_that_share_memory_never_overlap(backend: GraphBackend) 
     cycles((policy, other))
 
 
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_no_capture_takes_memory_that_sleeps(backend: GraphBackend, forward_only: bool) -> None:
+    policy, other = pair(backend)
+    x = sample(backend, rows=64)
+    for _ in range(2):
+        with torch.set_grad_enabled(not forward_only), policy.step(1, forward_only=forward_only):
+            y = policy.callables[0](x)
+            if not forward_only:
+                y.square().sum().backward()
+    policy.sleep()
+    for graphs in (other, *([policy] if forward_only else [])):
+        with pytest.raises(SlotError, match=r"capture\(\) was called while graphs sleep"):
+            graphs.capture([x])
+    policy.wake()
+    other.capture([x])
+
+
 def test_paged_slots_share_no_memory() -> None:
     policy, _ = pair(RecorderBackend())
     options: Any = {"options": CaptureOptions(max_slots=1), "schedule": object()}

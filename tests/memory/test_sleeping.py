@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -158,6 +159,69 @@ def test_a_failed_wake_can_be_repeated() -> None:
     del other
     memory.wake()
     assert torch.equal(x, torch.arange(3 << 20, dtype=torch.uint8))
+
+
+def test_the_innermost_block_of_a_thread_serves_it() -> None:
+    backend = RecorderBackend(can_sleep=True)
+    outer, inner = (sleeping_memory(n, backup="host", backend=backend) for n in ("outer", "inner"))
+    made: dict[str, torch.Tensor] = {}
+
+    def make(name: str) -> None:
+        made[name] = torch.full((5,), float(len(made)))
+
+    other = threading.Thread(target=make, args=("of a thread",))
+    with outer:
+        make("outer")
+        with inner:
+            make("inner")
+            with outer:
+                make("outer again")
+            make("inner again")
+        with pytest.raises(KeyError), inner:
+            raise KeyError
+        make("outer at last")
+        other.start()
+        other.join()
+    make("outside")
+    for name, tensor in made.items():
+        owners = [m.label for m in (outer, inner) if m.pool.owns(tensor.data_ptr())]
+        assert owners == [label for label in ("outer", "inner") if name.startswith(label)]
+    outer.sleep()
+    inner.sleep()
+    inner.wake()
+    outer.wake()
+    assert all(tensor.eq(i).all() for i, tensor in enumerate(made.values()))
+
+
+def test_nothing_is_allocated_in_memory_that_sleeps() -> None:
+    memory = sleeping_memory("weights", backup="host", backend=RecorderBackend(can_sleep=True))
+    with memory:
+        x, y = torch.arange(9), torch.arange(9)
+        with pytest.raises(SlotError, match="weights cannot sleep inside its with block"):
+            memory.sleep()
+    memory.sleep()
+    del x
+    with pytest.raises(SlotError, match="Memory weights sleeps"), memory:
+        pass
+    memory.wake()
+    with memory:
+        x = torch.arange(9)
+    memory.sleep()
+    memory.wake()
+    assert all_equal([x, y], [torch.arange(9)] * 2)
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode(), torch.device("meta")])
+def test_contexts_of_the_caller_do_not_matter(context: Any) -> None:
+    memory = sleeping_memory("weights", backup="host", backend=RecorderBackend(can_sleep=True))
+    with memory:
+        x = torch.arange(9)
+    with context:
+        memory.sleep()
+    memory.wake()
+    memory.sleep()
+    memory.wake()
+    assert torch.equal(x, torch.arange(9))
 
 
 def test_unknown_backups_are_refused() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from operator import mul
 
 from chunkgraph._text import format_bytes, parse_bytes, shown
+from chunkgraph.engine.agreement import Agree
 from chunkgraph.engine.capture.session import Session
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, is_integer
 from chunkgraph.engine.paging.pages import PageTrial
@@ -111,11 +113,25 @@ class SlotLimit:
             f"{', '.join(map(format_bytes, slot_bytes))} each."
         )
 
-    def replayer(self, backend: GraphBackend) -> Callable[..., PagedReplayer]:
+    def replayer(self, backend: GraphBackend, agree: Agree) -> Callable[..., PagedReplayer]:
         """Return the class that replays under this limit, with its first arguments."""
         own = self._schedule
 
-        def plan(num_slots: Sequence[int | None], num_microbatches: int) -> PagePlan:
-            return plan_pages(self.check(num_microbatches), own.rank, num_slots, own.costs)
+        def plans(num_slots: Sequence[int | None]) -> Callable[[int | None], PagePlan]:
+            (num_ranks,) = agree([own.rank + 1])
+            every = [[sys.maxsize] * len(num_slots) for _ in range(num_ranks)]
+            every[own.rank] = [count or sys.maxsize for count in num_slots]
+            negated = agree([-count for counts in every for count in counts])  # of the fewest
+            agreed = (None if n == -sys.maxsize else -n for n in negated)
+            fewest = [[next(agreed) for _ in counts] for counts in every]
 
-        return partial(PagedReplayer, plan=plan, backend=backend)
+            @cache
+            def plan(num_microbatches: int | None) -> PagePlan:
+                schedule = self.check(num_microbatches)
+                for rank, counts in enumerate(fewest):  # too few on one are an error on all
+                    plan_pages(schedule, rank, counts)
+                return plan_pages(schedule, own.rank, num_slots, own.costs)
+
+            return plan
+
+        return partial(PagedReplayer, plans=plans, backend=backend)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from chunkgraph.schedules import Op
 from chunkgraph.slots import Page, PagePlan, SlotMachine
 
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.W: "weight gradient"}
-Planner = Callable[[Sequence[int | None], int], PagePlan]
+Planner = Callable[[Sequence[int | None]], Callable[[int | None], PagePlan]]
 _Key = tuple[int, int]
 """Chunk and microbatch."""
 
@@ -65,8 +64,8 @@ class PagedReplayer(Replayer):
     receive begins. So no rank ever waits for a slot with a receive posted.
 
     Args:
-        plan: Returns the plan of a step, from the number of slots of each chunk (None for one that
-            is not paged) and that of microbatches.
+        plans: Returns, from the number of slots of each chunk (None for one that is not paged),
+            what plans a step of some microbatches, or raises alike on all ranks. They all call it.
         backend: The backend of the graphs.
         settings: As `Replayer` takes them.
     """
@@ -76,8 +75,8 @@ class PagedReplayer(Replayer):
     _copier: Copier
     _plan: PagePlan
 
-    def __init__(self, *args: Any, plan: Planner, backend: GraphBackend, **settings: Any) -> None:
-        self._planner, self._backend = plan, backend
+    def __init__(self, *args: Any, plans: Planner, backend: GraphBackend, **settings: Any) -> None:
+        self._plans, self._backend = plans, backend
         self._pages: dict[Slot, Sequence[torch.Tensor]] = {}
         self._memory: list[list[torch.Tensor]] = []  # of the host, by chunk
         super().__init__(*args, **settings)
@@ -88,8 +87,7 @@ class PagedReplayer(Replayer):
         self._pages = {slot: page_of(slot) for c in captured.paged for slot in captured.slots[c]}
         self._copier = self._backend.new_copier()
         counts = enumerate(captured.report.num_slots)
-        paged = tuple(count if c in captured.paged else None for c, count in counts)
-        self._plan_of = cache(partial(self._planner, paged))
+        self._plan_of = self._plans([n if c in captured.paged else None for c, n in counts])
         self._memory = [[] for _ in self._chunks]
         self._forget_microbatches()
 
@@ -103,11 +101,9 @@ class PagedReplayer(Replayer):
         """Enclose one replayed step; see `Replayer.step`.
 
         Raises:
-            ConfigError: A chunk has too few slots for the number of microbatches.
+            ConfigError: A chunk of any rank has too few slots for the number of microbatches.
         """
-        if self._pages:
-            assert num_microbatches is not None
-            self._begin(num_microbatches)
+        self._begin(num_microbatches)
         try:
             with super().step(num_microbatches, observers):
                 yield
@@ -115,7 +111,7 @@ class PagedReplayer(Replayer):
             self._backend.synchronize()  # the next step uses the memory of pages again
             raise
 
-    def _begin(self, num_microbatches: int) -> None:
+    def _begin(self, num_microbatches: int | None) -> None:
         """Plan the pages of a step that begins."""
         captured = self._captured
         assert captured is not None
