@@ -49,10 +49,10 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def _json_file(name: str) -> Path:
-    """Parse the option's FILE; refuse a configuration that follows the option."""
-    if name.endswith((".yaml", ".yml")):
+    """Parse the option's FILE; refuse a configuration or script that follows the option."""
+    if name.endswith((".yaml", ".yml", ".py")):
         raise argparse.ArgumentTypeError(
-            f"{shown(name)} is a configuration, not a file for JSON. Put it before --json."
+            f"{shown(name)} is not a file for JSON. Name one, or - for standard output."
         )
     return output_file(name)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from chunkgraph._outputs import stream_next_to, write_output
+from chunkgraph._outputs import output_to_stderr, stream_next_to, write_output
 from chunkgraph._text import format_bytes
 from chunkgraph.cli.plan_tables import table
 from chunkgraph.errors import WorkerError
@@ -70,10 +70,14 @@ def _train(launch: Launch, name: str, num_steps: int) -> Run:
     with TemporaryDirectory(prefix="chunkgraph-") as folder:
         request = {"run": name, "num_steps": num_steps, "folder": folder}
         try:
-            launch({RECORD_VARIABLE: json.dumps(request)})
+            with output_to_stderr():
+                launch({RECORD_VARIABLE: json.dumps(request)})
             files = sorted(Path(folder).glob("rank*.json"))
             if not files:
-                raise WorkerError(f"--compare {num_steps}: the script trained fewer steps.")
+                raise WorkerError(
+                    f"--compare {num_steps}: the script trained fewer steps. Raise --train-iters "
+                    "or --train-samples, or leave --skip-train out."
+                )
         except WorkerError as error:
             if name in _OWN:
                 raise
@@ -138,5 +142,5 @@ def _distance(run: Run, other: Run) -> float:
     """Return the largest relative difference of losses and gradient norms; inf for a NaN."""
     both = zip(chain(*run["values"]), chain(*other["values"]), strict=True)
     pairs = [(float.fromhex(a), float.fromhex(b)) for a, b in both if a != b]
-    gaps = (abs(a - b) / max(abs(a), abs(b)) for a, b in pairs)
+    gaps = (abs(a - b) / (max(abs(a), abs(b)) or 1.0) for a, b in pairs)
     return max((math.inf if math.isnan(gap) else gap for gap in gaps), default=0.0)
