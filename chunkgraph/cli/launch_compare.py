@@ -100,7 +100,7 @@ def _row(run: Run, eager: Run) -> list[str]:
         f"{step_ms:.1f}",
         f"{step_ms / statistics.median(eager['step_ms']):.3f}",
         format_bytes(run["reserved_bytes"]),
-        f"{_num_equal(run, eager)}/{len(eager['values'])}",
+        f"{_num_equal(run, eager)}/{len(eager['values'])}" if run is not eager else "-",
         f"{run['late_ms']:.1f} ms" if has_replays else "-",
         f"{run['capture_ms'] / 1e3:.2f} s" if has_replays else "-",
     ]
