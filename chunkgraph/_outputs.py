@@ -28,6 +28,10 @@ def output_file(text: str) -> Path:
         raise argparse.ArgumentTypeError("the name is empty; give a file, or - for standard output")
     if text.endswith("/"):
         raise argparse.ArgumentTypeError(f"{shorten(text)} is a folder; give a file in it")
+    if text.endswith((".yaml", ".yml", ".py")):  # what follows an option without its file
+        raise argparse.ArgumentTypeError(
+            f"{shorten(text)} is not a file for results. Name one, or - for standard output."
+        )
     return Path(text)
 
 
