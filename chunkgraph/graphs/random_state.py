@@ -24,23 +24,34 @@ class _ThreadLocal(threading.local):
 
 
 _local = _ThreadLocal()
+_lock = threading.Lock()
+_replaced: dict[tuple[ModuleType, str], tuple[int, Any]] = {}
 
 
 @contextmanager
 def patched(module: ModuleType, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace an attribute of ``module`` in the block, for all threads; one captures at a time.
+    """Replace an attribute of ``module`` while any thread is inside the block.
 
     Args:
         module: A module of torch.
         name: Name of the attribute.
         make: Returns the replacement of the original; it must serve every thread.
     """
-    original = getattr(module, name)
-    setattr(module, name, make(original))
+    with _lock:
+        count, original = _replaced.get((module, name), (0, None))
+        if count == 0:
+            original = getattr(module, name)
+            setattr(module, name, make(original))
+        _replaced[module, name] = (count + 1, original)
     try:
         yield
     finally:
-        setattr(module, name, original)
+        with _lock:
+            count, original = _replaced.pop((module, name))
+            if count > 1:
+                _replaced[module, name] = (count - 1, original)
+            else:
+                setattr(module, name, original)
 
 
 class _ThreadsGenerator:
