@@ -28,6 +28,8 @@ each step the longest time of a rank and the values of all, and the largest of o
 
 _OWN = ("chunk", "eager")
 """The runs that must succeed; the first may be refused."""
+_GAIN = 1.05
+"""Graphs pay if eager steps take at least this multiple of their time."""
 _SPREADS = 2
 """A run is within the spread of eager runs up to this multiple of their own distance."""
 
@@ -112,10 +114,13 @@ def _gain(eager: Run, chunk: Run) -> str:
         return "Without a GPU, times tell nothing: recordings stand in for graphs."
     gain = statistics.median(eager["step_ms"]) / statistics.median(chunk["step_ms"])
     of_memory = chunk["reserved_bytes"] / eager["reserved_bytes"]
+    parts = f"{1 / gain:.2f} of the time and {of_memory:.2f} of the memory"
+    text = f"Graphs take {parts} of eager training."
+    if gain < _GAIN:
+        return f"{text} They save little time here."
     return (
-        f"Graphs take {1 / gain:.2f} of the time and {of_memory:.2f} of the memory of eager "
-        f"training. Where kernels take {gain:.1f} times as long as here, as for longer sequences "
-        "or wider layers, they save little."
+        f"{text} Where kernels take {gain:.1f} times as long as here, as for longer sequences or "
+        "wider layers, they save little."
     )
 
 

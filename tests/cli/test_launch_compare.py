@@ -103,6 +103,15 @@ def test_a_difference_is_judged_by_a_second_eager_run(
     assert "Graphs take 0.99 of the time and 1.00 of the memory" in output
 
 
+@pytest.mark.parametrize("ms", [96.0, 130.0])
+def test_graphs_that_save_nothing(ms: float, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = Runs(eager=[record([3.0])], chunk=[record([3.0], ms)])
+    assert compare(runs, 2, [], None) == 0
+    output = capsys.readouterr().out
+    assert "of eager training. They save little time here." in output
+    assert "Where kernels" not in output
+
+
 def test_zeros_of_two_signs_differ(capsys: pytest.CaptureFixture[str]) -> None:
     runs = Runs(eager=[[record([0.0])], [record([0.0])]], chunk=[record([-0.0])])
     assert compare(runs, 2, [], None) == 1
