@@ -9,6 +9,8 @@ import argparse
 import os
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -26,6 +28,10 @@ def output_file(text: str) -> Path:
         raise argparse.ArgumentTypeError("the name is empty; give a file, or - for standard output")
     if text.endswith("/"):
         raise argparse.ArgumentTypeError(f"{shorten(text)} is a folder; give a file in it")
+    if text.endswith((".yaml", ".yml", ".py")):  # what follows an option without its file
+        raise argparse.ArgumentTypeError(
+            f"{shorten(text)} is not a file for results. Name one, or - for standard output."
+        )
     return Path(text)
 
 
@@ -98,3 +104,17 @@ def is_stdout(path: Path) -> bool:
 def stream_next_to(*paths: Path | None) -> TextIO:
     """Return the stream for human readers: standard output, unless a result goes there."""
     return sys.stderr if any(path and is_stdout(path) for path in paths) else sys.stdout
+
+
+@contextmanager
+def output_to_stderr() -> Iterator[None]:
+    """Send what libraries and processes print to standard error, not to the report's stream."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)

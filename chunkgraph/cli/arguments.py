@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 from typing import NoReturn
 
 from chunkgraph._outputs import is_stdout, output_file
-from chunkgraph._text import did_you_mean, escape, shown
+from chunkgraph._text import did_you_mean, escape
 
 _CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")
 _UNKNOWN = re.compile(r"unrecognized arguments: (-[^\s=]+)")
@@ -43,18 +42,9 @@ def add_json(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         nargs="?",
         const=output_file("-"),
-        type=_json_file,
+        type=output_file,
         help="write results as JSON to FILE or standard output",
     )
-
-
-def _json_file(name: str) -> Path:
-    """Parse the option's FILE; refuse a configuration that follows the option."""
-    if name.endswith((".yaml", ".yml")):
-        raise argparse.ArgumentTypeError(
-            f"{shown(name)} is a configuration, not a file for JSON. Put it before --json."
-        )
-    return output_file(name)
 
 
 def prints_json(args: argparse.Namespace) -> bool:

@@ -58,9 +58,9 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--against",
         metavar="IMPL",
         default=[],
-        choices=("local", "transformer_engine"),
-        action="append",
-        help="and with Megatron's graphs: local or transformer_engine",
+        type=lambda text: text.split(","),
+        action="extend",
+        help="and with Megatron's graphs: local,transformer_engine",
     )
     add_json(parser)
     add_options(parser)
@@ -77,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--gpu-memory compares the memory of a plan; add --plan.")
     if (args.against or args.json) and args.compare is None:
         raise ConfigError("--against and --json belong to a comparison; add --compare.")
+    if wrong := {*args.against} - {"local", "transformer_engine"}:
+        raise ConfigError(f"--against {shorten(min(wrong))}: give local,transformer_engine or one.")
     if args.compare is not None and (args.plan or args.compare < 1 or "RANK" in os.environ):
         raise ConfigError(
             "--compare N trains N >= 1 steps in processes that it starts here. Leave --plan, "

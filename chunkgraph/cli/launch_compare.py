@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from chunkgraph._outputs import stream_next_to, write_output
+from chunkgraph._outputs import output_to_stderr, stream_next_to, write_output
 from chunkgraph._text import format_bytes
 from chunkgraph.cli.plan_tables import table
 from chunkgraph.errors import WorkerError
@@ -28,6 +28,8 @@ each step the longest time of a rank and the values of all, and the largest of o
 
 _OWN = ("chunk", "eager")
 """The runs that must succeed; the first may be refused."""
+_GAIN = 1.05
+"""Graphs pay if eager steps take at least this multiple of their time."""
 _SPREADS = 2
 """A run is within the spread of eager runs up to this multiple of their own distance."""
 
@@ -70,10 +72,14 @@ def _train(launch: Launch, name: str, num_steps: int) -> Run:
     with TemporaryDirectory(prefix="chunkgraph-") as folder:
         request = {"run": name, "num_steps": num_steps, "folder": folder}
         try:
-            launch({RECORD_VARIABLE: json.dumps(request)})
+            with output_to_stderr():
+                launch({RECORD_VARIABLE: json.dumps(request)})
             files = sorted(Path(folder).glob("rank*.json"))
             if not files:
-                raise WorkerError(f"--compare {num_steps}: the script trained fewer steps.")
+                raise WorkerError(
+                    f"--compare {num_steps}: the script trained fewer steps. Raise --train-iters "
+                    "or --train-samples, or leave --skip-train out."
+                )
         except WorkerError as error:
             if name in _OWN:
                 raise
@@ -96,7 +102,7 @@ def _row(run: Run, eager: Run) -> list[str]:
         f"{step_ms:.1f}",
         f"{step_ms / statistics.median(eager['step_ms']):.3f}",
         format_bytes(run["reserved_bytes"]),
-        f"{_num_equal(run, eager)}/{len(eager['values'])}",
+        f"{_num_equal(run, eager)}/{len(eager['values'])}" if run is not eager else "-",
         f"{run['late_ms']:.1f} ms" if has_replays else "-",
         f"{run['capture_ms'] / 1e3:.2f} s" if has_replays else "-",
     ]
@@ -108,10 +114,13 @@ def _gain(eager: Run, chunk: Run) -> str:
         return "Without a GPU, times tell nothing: recordings stand in for graphs."
     gain = statistics.median(eager["step_ms"]) / statistics.median(chunk["step_ms"])
     of_memory = chunk["reserved_bytes"] / eager["reserved_bytes"]
+    parts = f"{1 / gain:.2f} of the time and {of_memory:.2f} of the memory"
+    text = f"Graphs take {parts} of eager training."
+    if gain < _GAIN:
+        return f"{text} They save little time here."
     return (
-        f"Graphs take {1 / gain:.2f} of the time and {of_memory:.2f} of the memory of eager "
-        f"training. Where kernels take {gain:.1f} times as long as here, as for longer sequences "
-        "or wider layers, they save little."
+        f"{text} Where kernels take {gain:.1f} times as long as here, as for longer sequences or "
+        "wider layers, they save little."
     )
 
 
@@ -138,5 +147,5 @@ def _distance(run: Run, other: Run) -> float:
     """Return the largest relative difference of losses and gradient norms; inf for a NaN."""
     both = zip(chain(*run["values"]), chain(*other["values"]), strict=True)
     pairs = [(float.fromhex(a), float.fromhex(b)) for a, b in both if a != b]
-    gaps = (abs(a - b) / max(abs(a), abs(b)) for a, b in pairs)
+    gaps = (abs(a - b) / (max(abs(a), abs(b)) or 1.0) for a, b in pairs)
     return max((math.inf if math.isnan(gap) else gap for gap in gaps), default=0.0)

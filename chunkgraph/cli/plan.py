@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from chunkgraph._outputs import check_output, is_stdout, output_file, stream_next_to, write_output
 from chunkgraph._text import counted, shorten
@@ -101,6 +101,11 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"plan: {option}: {problem}")
     no_grid = too_large(shape)
     is_printed = not prints_json(args)
+    limits = {"--slots": args.slots, "--max-slot-memory": args.max_slot_memory}
+    if not is_printed:
+        _refuse(limits, "with --json on standard output")
+    if set(limits.values()) == {None} and isinstance(args.page_time, list):  # not the default
+        _refuse({"--page-time": args.page_time}, "without --slots or --max-slot-memory")
     is_simulated = pictures or (is_printed and no_grid is None)
     grid = Grid.of(request.build()) if is_simulated else None
     rows = rows_of(request, grid)
@@ -141,8 +146,7 @@ def _compare(args: argparse.Namespace, request: Request) -> int:
     wrong |= {"--slots": args.slots, "--max-slot-memory": args.max_slot_memory}
     if args.schedule != "auto" and request.file is None:
         wrong["--schedule"] = args.schedule
-    for option in (option for option, value in wrong.items() if value is not None):
-        raise ConfigError(f"plan: {option} has no effect with --compare; leave it out")
+    _refuse(wrong, "with --compare")
     _check_outputs({"--html": args.html})
     compared, refused = compare(request)
     if args.html is not None:
@@ -158,6 +162,11 @@ def _compare(args: argparse.Namespace, request: Request) -> int:
     best = print_comparison(console, compared, refused)
     print_fewer_slots(console, args, best, rows_of(best))
     return 0
+
+
+def _refuse(options: dict[str, Any], why: str) -> None:
+    for option in (option for option, value in options.items() if value is not None):
+        raise ConfigError(f"plan: {option} has no effect {why}; leave it out")
 
 
 def _title(request: Request) -> str:

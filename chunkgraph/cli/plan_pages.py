@@ -68,7 +68,10 @@ def _counts(args: argparse.Namespace, row: RankRow) -> tuple[int, ...]:
         counts = tuple(min(count, cap) for count in full)
         if sum(map(mul, counts, sizes)) <= (args.max_slot_memory or 0):
             return counts
-    raise ConfigError(f"plan: rank {row.plan.rank} has not one slot of each chunk")
+    raise ConfigError(
+        f"plan: rank {row.plan.rank} has not one slot of each chunk; raise --slots or "
+        "--max-slot-memory"
+    )
 
 
 def _simulated(

@@ -12,12 +12,11 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from chunkgraph._collector import collector_paused
-from chunkgraph._outputs import check_output
+from chunkgraph._outputs import check_output, output_to_stderr
 from chunkgraph._text import counted
 from chunkgraph.cli.arguments import add_config, add_json
 from chunkgraph.data import PackedText, read_documents
@@ -84,7 +83,7 @@ def _train_as_rank(args: argparse.Namespace) -> int:
             os.environ.setdefault(name, value)
     if not args.debug and not sys.warnoptions:
         warnings.simplefilter("ignore")  # PYTHONWARNINGS comes too late for this process
-    with _output_to_stderr():
+    with output_to_stderr():
         results = _train(config, is_first=os.environ["RANK"] == "0", debug=args.debug)
     if os.environ["RANK"] == "0":
         from chunkgraph.cli.report import report
@@ -109,20 +108,6 @@ def _train(config: Config, *, is_first: bool, debug: bool) -> RunResults:
 
             device = stack.enter_context(training_process(config))
         return train(config, device, on_step=progress.step, on_capture=progress.capture)
-
-
-@contextmanager
-def _output_to_stderr() -> Iterator[None]:
-    """Send what libraries print to standard error: standard output is the report's."""
-    sys.stdout.flush()
-    saved = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-        sys.stdout.flush()
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)
 
 
 def _check_world_size(config: Config, num_ranks: int) -> None:

@@ -22,7 +22,9 @@ _NUM_TRACED = 2
 """Steps after the measured ones, in which the waits before replays are measured."""
 _WITHOUT_OUTPUT = {
     **dict.fromkeys(("save", "save_interval", "non_persistent_save_interval", "exit_interval")),
-    **dict.fromkeys(("tensorboard_dir", "wandb_project", "exit_duration_in_mins")),
+    **dict.fromkeys(
+        ("tensorboard_dir", "wandb_project", "exit_duration_in_mins", "full_validation")
+    ),
     **dict.fromkeys(("async_save", "log_progress", "eval_iters", "optimizer_cuda_graph"), 0),
 }
 """Megatron's arguments of runs that leave nothing behind."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -41,8 +42,8 @@ class CostModel:
                     f"cost of {op.value} is {self.duration_ms(op)} ms, but must be above 0"
                 )
         for name in ("send_ms", "page_out_ms", "page_in_ms"):
-            if not getattr(self, name) >= 0:
-                raise ScheduleError(f"{name} is {getattr(self, name)}, but must not be negative")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ScheduleError(f"{name} is {getattr(self, name)}, but must be finite and >= 0")
 
     def duration_ms(self, op: Op) -> float:
         """Return the duration of a compute operation."""

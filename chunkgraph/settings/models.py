@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, StrictBool
+from pydantic_core import PydanticCustomError
 
 from chunkgraph._text import parse_bytes
 from chunkgraph.packing import ContextLimits
@@ -27,7 +28,7 @@ NotNegative = Annotated[float, Field(strict=True, ge=0)]
 
 def _is_size(text: str) -> str:
     if not parse_bytes(text):
-        raise ValueError("write a size as 80GiB or 80GB")
+        raise PydanticCustomError("size", "Text should be a size like 80GiB or 80GB")
     return text
 
 

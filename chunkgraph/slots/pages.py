@@ -159,7 +159,7 @@ def plan_pages(
                 f"rank {rank}: {list(num_slots)} slots are too few for schedule {schedule.name!r} "
                 f"with {schedule.num_microbatches} microbatches, whose chunks need at least "
                 f"{list(least_slots(schedule, rank))} even if every page leaves. Allow more slots "
-                "(max_slots), or more memory for them (max_slot_memory)."
+                "(max_slots, --slots), or more memory for them (max_slot_memory)."
             )
         pages += of_chunk
     pages.sort(key=lambda page: (page.begin, page.backward))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def test_equal_and_faster_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
     output = capsys.readouterr().out
     rows = [line.split() for line in output.splitlines()]
     # The slowest rank, the fullest one, the latest one.
-    assert ["eager", "101.0", "1.000", "10.0", "GiB", "3/3", "-", "-"] in rows
+    assert ["eager", "101.0", "1.000", "10.0", "GiB", "-", "-", "-"] in rows
     assert ["chunk", "51.0", "0.505", "9.0", "GiB", "3/3", "4.0", "ms", "1.50", "s"] in rows
     assert ["local", "failed"] in rows
     for text in (
@@ -102,6 +103,34 @@ def test_a_difference_is_judged_by_a_second_eager_run(
     assert "Graphs take 0.99 of the time and 1.00 of the memory" in output
 
 
+@pytest.mark.parametrize("ms", [96.0, 130.0])
+def test_graphs_that_save_nothing(ms: float, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = Runs(eager=[record([3.0])], chunk=[record([3.0], ms)])
+    assert compare(runs, 2, [], None) == 0
+    output = capsys.readouterr().out
+    assert "of eager training. They save little time here." in output
+    assert "Where kernels" not in output
+
+
+def test_zeros_of_two_signs_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = Runs(eager=[[record([0.0])], [record([0.0])]], chunk=[record([-0.0])])
+    assert compare(runs, 2, [], None) == 1
+    assert "differs from eager training from step 1 on, by 0.0e+00" in capsys.readouterr().out
+
+
+def test_a_result_on_standard_output_stands_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    runs = Runs(eager=[record([3.0])], chunk=[record([3.0])])
+
+    def launch(environment: Mapping[str, str]) -> None:
+        subprocess.run(["echo", "the script's own output"], check=True)
+        runs(environment)
+
+    assert compare(launch, 2, [], Path("-")) == 0
+    output, log = capfd.readouterr()
+    assert [run["name"] for run in json.loads(output)["runs"]] == ["eager", "chunk"]
+    assert log.count("the script's own output") == 2
+
+
 def test_a_run_that_must_succeed_ends_the_comparison() -> None:
     for records in ({"chunk": [WorkerError("x")]}, {"chunk": [record([3.0])], "eager": []}):
         runs = Runs(**records)
@@ -117,6 +146,11 @@ def test_a_run_that_must_succeed_ends_the_comparison() -> None:
         (["--compare", "2", "--plan"], [], "Leave --plan, torchrun and srun out"),
         (["--against", "local"], [], "add --compare"),
         (["--json", "x.json"], [], "add --compare"),
+        (
+            ["--compare", "2", "--against", "local,eager"],
+            [],
+            "--against eager: give local,transformer_engine",
+        ),
         (["--compare", "2", "--json", "nowhere/x.json"], [], "the folder nowhere does not exist"),
         ([], ["--compare", "2"], "--compare belongs before the script"),
     ],

@@ -49,7 +49,11 @@ def test_a_limit_of_memory_needs_a_model(capsys: pytest.CaptureFixture[str]) -> 
         ([*BASE, "--max-slot-memory", "1GiB"], "needs a CONFIG"),
         (["plan", CONFIG, "--max-slot-memory", "1MiB"], "not one slot of each chunk"),
         ([*BASE, "--slots", "1"], "need at least [2]"),
-        ([*BASE, "--slots", "0"], "not one slot of each chunk"),
+        ([*BASE, "--slots", "0"], "not one slot of each chunk; raise --slots"),
+        ([*BASE, "--slots", "3", "--json"], "--slots has no effect with --json"),
+        ([*BASE, "--page-time", "1", "1"], "--page-time has no effect without --slots"),
+        ([*BASE, "--slots", "3", "--page-time", "-1", "1"], "page_out_ms is -1.0, but"),
+        ([*BASE, "--slots", "3", "--page-time", "1", "inf"], "page_in_ms is inf, but"),
         ([*BASE, "--slots", "3", "--compare"], "--slots has no effect"),
     ):
         assert main(arguments) == 2

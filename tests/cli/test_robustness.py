@@ -44,7 +44,8 @@ def chunkgraph(*arguments: str, **options: object) -> subprocess.CompletedProces
         (["plan", "--gpu-memory", "80"], "is not a size; write it as 80GiB"),
         (["plan", "--gpu-memory", "9" * 400 + "GiB"], "GiB' is not a size; write it as 80GiB"),
         (["plan", "--svg", "x/"], "x/ is a folder"),
-        (["plan", "--json", "run.yaml"], "Put it before --json"),
+        (["plan", "--json", "run.yaml"], "Name one, or - for standard output"),
+        (["launch", "--compare", "2", "--json", "x.py", "--mock-data"], "x.py is not a file"),
     ],
 )
 def test_a_wrong_flag_is_named_with_the_nearest(

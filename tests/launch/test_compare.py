@@ -93,12 +93,14 @@ def test_the_arguments_of_a_run(run: str, num_iters: int | None, tmp_path: Path)
             train_iters=num_iters,
             save="saved",
             optimizer_cuda_graph=True,
+            full_validation=True,
         )
         hooks.parsed(args)
         recorder.close()
     # 3 + 2 steps for captures, 4 that are measured, 2 that are traced.
     assert args.train_iters == (num_iters and max(num_iters, 11))
     assert args.save is None
+    assert not args.full_validation  # of a whole data set, whatever the number of steps
     assert not args.optimizer_cuda_graph
     assert args.chunkgraph == (run == "chunk")
     if run == "chunk":

@@ -85,6 +85,10 @@ def test_overrides_replace_values_and_are_read_as_yaml(small: Path) -> None:
         ("model.num_layers=eight", ["model.num_layers is 'eight'; it must be a whole number"]),
         ("model.swiglu=1", ["model.swiglu is 1; it must be true or false"]),
         ("train.lr=.inf", ["train.lr is inf; it must be a finite number"]),
+        (
+            "capture.max_slot_memory=abc",
+            ["capture.max_slot_memory is 'abc'; it must be a size like 80GiB or 80GB"],
+        ),
         ("train.lr=0", ["train.lr is 0; it must be greater than 0"]),
         ("train.seed=9223372036854775808", ["train.seed is 922", "less than 9223372036854775808"]),
         ("capture.verify=Shadow", ["capture.verify is 'Shadow'", "Did you mean 'shadow'?"]),
