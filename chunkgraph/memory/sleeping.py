@@ -126,7 +126,7 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
 
 
 def refuse_asleep(label: str, parameters: Iterable[torch.Tensor], *, with_gradients: bool) -> None:
-    """Refuse a step of the chunk ``label`` that would use memory that sleeps.
+    """Refuse a step of ``label``, a chunk or optimizer, that would use memory that sleeps.
 
     Raises:
         SlotError: a parameter, or a gradient that the step uses, lies in it.

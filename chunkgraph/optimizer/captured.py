@@ -11,6 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import GraphBackend
+from chunkgraph.memory.sleeping import refuse_asleep
 from chunkgraph.optimizer.state import OptimizerState, SettledGradients
 from chunkgraph.optimizer.step_graph import StepGraph
 
@@ -68,7 +69,9 @@ class CapturedOptimizer:
         Raises:
             CaptureError: A graph cannot hold the step, and ``on_failure`` is ``raise``.
             ConfigError: The optimizer has changed such that no graph can hold its step.
+            SlotError: A parameter or gradient lies in memory that sleeps.
         """
+        refuse_asleep("the optimizer", self._parameters, with_gradients=True)
         self._state.write()
         if not self.graph.is_ready():
             with self._state.on_device():

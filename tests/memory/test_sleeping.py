@@ -138,6 +138,9 @@ def test_a_step_that_uses_sleeping_memory_says_which(eager: bool) -> None:
         graphs.step(1, forward_only=True, eager=eager),
     ):
         pass
+    optimizer = graphs.capture_optimizer(torch.optim.SGD(module.parameters(), 0.1, fused=True))
+    with pytest.raises(SlotError, match=r"step of the optimizer began while memory weights"):
+        optimizer.step()
     weights.wake()
     with graphs.step(1, eager=eager):
         graphs.callables[0](x).sum().backward()
