@@ -158,12 +158,15 @@ class Documents:
 
     def row(self, step: int, microbatch: int, dp_rank: int = 0) -> DocumentRow:
         """Draw one microbatch of a data-parallel rank, by step and microbatch, both from 0."""
-        rng = _generator(self.seed, step, microbatch, dp_rank)
+        return DocumentRow.of_documents(self.draw(_generator(self.seed, step, microbatch, dp_rank)))
+
+    def draw(self, rng: np.random.Generator) -> list[NDArray[np.uint8]]:
+        """Return the documents of a microbatch."""
         drawn: list[NDArray[np.uint8]] = []
         num_free = self.num_tokens
         while True:
             part = self._parts[int(rng.integers(len(self._parts)))]
             num_free -= -(-len(part) // self.multiple) * self.multiple
             if num_free < 0:
-                return DocumentRow.of_documents(drawn)
+                return drawn
             drawn.append(part)

