@@ -24,8 +24,8 @@ class AttachedModels:
     """Run the schedule of each of a framework's models with graphs of its own.
 
     A model gets its graphs when it first runs: then it has memory on the device, and all ranks run
-    it. They stay until the process ends. Without paged slots, all models
-    share the memory of the first.
+    it. They stay until the process ends. Without paged slots, all models share the memory of the
+    first.
 
     Args:
         framework: Module that looks up ``get_forward_backward_func`` at each call; from now on it

@@ -409,4 +409,4 @@ def packing_options(packing: PackingConfig, args: Any) -> PackingOptions | None:
         size,
         counts_padding=size > 1,
     )
-    return PackingOptions(shape, packing.buckets, packing.seq_buckets, fills_rows=True)
+    return PackingOptions(shape, packing.buckets, fills_rows=True)

@@ -224,7 +224,7 @@ class ChunkGraphsInPretrain:
         # Not after an error: if only this rank has one, others may wait in these groups forever.
         undo.push(lambda kind, _error, _trace: groups.close() if kind is None else None)
         undo.callback(follow_groups(chunks, groups))
-        return PackedBanks.of_limits(limits, groups, seq_buckets=flags.packing.seq_buckets)
+        return PackedBanks.of_limits(limits, groups)
 
     def _forget(self) -> None:
         self.always_succeeds = False
