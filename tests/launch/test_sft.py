@@ -272,7 +272,7 @@ def test_ranks_share_each_microbatch_as_its_documents_need(
         assert runs.reads(name, nproc=4) == runs.reads("own", nproc=4)
     assert len(runs.replays()) == 3
     assert all(runs.replays()[1:])
-    # Graphs of two sizes, each for up to four, two and one documents, in six slots of two chunks.
+    # Graphs of two sizes, in six slots of two chunks.
     assert "captured 24 graphs" in runs.output
     assert len(evaluations["own"]) == len(evaluations["banks"]) == 2
     assert logs["banks"] != logs["own"]
