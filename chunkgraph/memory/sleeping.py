@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Literal, Self
+from weakref import WeakSet
 
 import torch
 
@@ -14,6 +15,7 @@ from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.graphs import AddressRanges, CUDABackend, GraphBackend, RecorderBackend, tensor_at
 from chunkgraph.memory import pools
 
+_memories: WeakSet[sleeping_memory] = WeakSet()
 _asleep: set[sleeping_memory] = set()
 
 
@@ -68,6 +70,7 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
         self._live = AddressRanges()  # when it slept last
         self._blocks: list[torch.Tensor] = []
         self._kept = self._copier.host_memory(0)  # what is in the blocks
+        _memories.add(self)
 
     def __enter__(self) -> Self:
         if self.is_asleep:
@@ -123,6 +126,14 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
         """Copy between the blocks and the host, and wait."""
         self._copier.wait(self._copier.copy(self._blocks, self._kept, [], to_host=to_host))
         self._backend.synchronize()
+
+
+def beside(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Return a ``with`` block that allocates in the memory that ``tensor`` sleeps in, if any."""
+    for memory in _memories:
+        if any(r.start <= tensor.data_ptr() < r.end for r in memory.pool.reserved()):
+            return memory
+    return nullcontext()
 
 
 def refuse_asleep(label: str, parameters: Iterable[torch.Tensor], *, with_gradients: bool) -> None:
