@@ -55,13 +55,14 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
     refuse_other_releases()
     arguments, training = _import_training()
     add, *_ = private_names(_ARGUMENTS, "add_megatron_arguments", "parse_args")
-    train, set_up, get_schedule, log, print_last = private_names(
+    train, set_up, get_schedule, log, print_last, save = private_names(
         _TRAINING,
         "train",
         "setup_model_and_optimizer",
         "get_forward_backward_func",
         "training_log",
         "print_rank_last",
+        "save_checkpoint_and_time",
     )
     numbers = LateNumbers()
     log_signature = inspect.signature(log)
@@ -121,6 +122,10 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
             message = message.rstrip() + hooks.log_text()
         print_last(message)
 
+    def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
+        numbers.write()  # the run may go on from here in another process
+        return save(*args, **kwargs)
+
     setattr(add_megatron_arguments, _HOOKS, hooks)
     undo = ExitStack()
     undo.callback(patch_attributes(arguments, {"add_megatron_arguments": add_megatron_arguments}))
@@ -130,6 +135,7 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
         "get_forward_backward_func": get_forward_backward_func,
         "training_log": training_log,
         "print_rank_last": print_rank_last,
+        "save_checkpoint_and_time": save_checkpoint_and_time,
         **_reductions(hooks),
     }
     undo.callback(patch_attributes(training, replacements))
