@@ -122,10 +122,6 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
             message = message.rstrip() + hooks.log_text()
         print_last(message)
 
-    def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
-        numbers.write()  # the run may go on from here in another process
-        return save(*args, **kwargs)
-
     setattr(add_megatron_arguments, _HOOKS, hooks)
     undo = ExitStack()
     undo.callback(patch_attributes(arguments, {"add_megatron_arguments": add_megatron_arguments}))
@@ -135,7 +131,7 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
         "get_forward_backward_func": get_forward_backward_func,
         "training_log": training_log,
         "print_rank_last": print_rank_last,
-        "save_checkpoint_and_time": save_checkpoint_and_time,
+        "save_checkpoint_and_time": partial(numbers.write_first, save),
         **_reductions(hooks),
     }
     undo.callback(patch_attributes(training, replacements))
@@ -190,18 +186,14 @@ class LateNumbers:
     @contextmanager
     def delayed(self, tensorboard: Any, wandb: Any) -> Iterator[None]:
         """Let these writers, or None, write at the next `write`, or at the end."""
-
-        def finish(*args: Any, **kwargs: Any) -> Any:
-            self.write()
-            return end(*args, **kwargs)
-
         with ExitStack() as undo:
             if tensorboard is not None:
                 later = partial(self._add, tensorboard.add_scalar)
                 undo.callback(patch_attributes(tensorboard, {"add_scalar": later}))
             if wandb is not None:
-                later, end = partial(self._add, wandb.log), wandb.finish
-                undo.callback(patch_attributes(wandb, {"log": later, "finish": finish}))
+                finish = partial(self.write_first, wandb.finish)
+                log = partial(self._add, wandb.log)
+                undo.callback(patch_attributes(wandb, {"log": log, "finish": finish}))
             # Not after an error: the device may never be done.
             undo.push(lambda kind, *_: self.write() if kind in (None, SystemExit) else None)
             yield
@@ -212,6 +204,11 @@ class LateNumbers:
         for event, call in calls:
             event.synchronize()
             call()
+
+    def write_first(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Write the numbers so far, then call ``function``, after which the process may end."""
+        self.write()
+        return function(*args, **kwargs)
 
     def _add(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         call = partial(function, *map(_sent, args), **_sent(kwargs))
