@@ -158,7 +158,6 @@ class ChunkGraphsInPretrain:
                 self._attach(self.flags, model, chunks, undo)
                 if optimizer is not None and self.flags.capture.captures_optimizer:
                     self._attach_optimizer(optimizer, undo)
-                    undo.callback(StepChecks().close)
             elif self._schedule != "auto":
                 self._driver = eager_driver(chunks, self._schedule)
                 undo.callback(self._driver.close)
@@ -203,6 +202,7 @@ class ChunkGraphsInPretrain:
         if step.always_succeeds:  # Megatron's loop reads the scale in every step
             scale = UnitScale(optimizer.get_loss_scale())
             undo.callback(patch_attributes(optimizer, {"get_loss_scale": lambda: scale}))
+        undo.callback(StepChecks(step).close)
         if step.why_eager:
             _print_on_rank_0(f"chunk graphs: the optimizer runs eagerly: {step.why_eager}")
 

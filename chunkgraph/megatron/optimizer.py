@@ -102,6 +102,7 @@ class MegatronOptimizerStep:
         self._main = [p for part in self._parts for p in part.get_parameters()]
         self._settled = SettledGradients(self._main if self._is_scaled else [])
         self._prepared: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._begun: tuple[Any, list[Callable[[], Any]]] | None = None
         on_failure = site.options.on_failure
         self.gradients = StepGraph(
             "gradients", backend, self._facts, self._prepare, agree, on_failure
@@ -125,15 +126,14 @@ class MegatronOptimizerStep:
                     return False, None, None
                 no_preparation = {"prepare_grads": lambda: False}
                 prepared.callback(patch_attributes(self._optimizer, no_preparation))
-            if not self.gradients.is_ready():
+            begun, self._begun = self._begun or self._begin(), None
+            if begun is None:
                 result: tuple[bool, Any, Any] = self._eager_step()
                 self.gradients.end_eager_step()
                 return result
-            success, norm, num_zeros = self.gradients.replay()
-            for p, grad in self._prepared:
-                p.grad = grad
-            for part in self._parts:
-                part.optimizer.step()
+            (success, norm, num_zeros), inner_steps = begun
+            for inner_step in inner_steps:
+                inner_step()
             if self._casting and self.casts.is_ready():
                 self.casts.replay()
             elif self._casting:
@@ -141,6 +141,28 @@ class MegatronOptimizerStep:
                 self.casts.end_eager_step()
             self._gather_parameters()
             return success, _given(norm), _given(num_zeros)
+
+    def begin(self) -> None:
+        """Launch the first graph of this step, and prepare the inner optimizer, if it replays.
+
+        Call it when all gradients are launched. Parameters and the optimizer's state stay as they
+        are up to `step`.
+        """
+        if not self.why_eager and not self._is_scaled:
+            with torch.no_grad():
+                self._begun = self._begin()
+
+    def withdraw(self) -> None:
+        """Forget what `begin` has prepared; the gradients are lost."""
+        self._begun = None
+
+    def _begin(self) -> tuple[Any, list[Callable[[], Any]]] | None:
+        if not self.gradients.is_ready():
+            return None
+        result = self.gradients.replay()
+        for p, grad in self._prepared:
+            p.grad = grad
+        return result, [_prepared_step(part.optimizer) for part in self._parts]
 
     def close(self) -> None:
         """Free the graphs, and restore Megatron's own step."""
@@ -199,6 +221,37 @@ class MegatronOptimizerStep:
                     part.step_with_ready_grads()
         finally:
             undo()
+
+
+def _prepared_step(inner: Any) -> Callable[[], Any]:
+    """Return what is left of an inner optimizer's step.
+
+    For Adam of Transformer Engine or APEX these are its kernels. The loop over parameters in front
+    of them takes the host longer than the first graph takes the device.
+    """
+    is_adam = type(inner).__name__ == "FusedAdam" and not inner.capturable
+    has_hooks = any(
+        "step" in name and "hooks" in name and vars(inner)[name] for name in vars(inner)
+    )
+    if not is_adam or inner.master_weights or has_hooks:
+        return inner.step
+    kernels: list[tuple[Any, ...]] = []
+    launch, before = inner.multi_tensor_adam, [g.get("step") for g in inner.param_groups]
+    with ExitStack() as undo:
+        later = {"multi_tensor_adam": lambda *args: kernels.append(args)}
+        undo.callback(patch_attributes(inner, later))
+        inner.step()
+    groups = [g for g, n in zip(inner.param_groups, before, strict=True) if g.get("step") != n]
+    for group in groups:
+        group["step"] -= 1
+
+    def step() -> None:
+        for group in groups:
+            group["step"] += 1
+        for args in kernels:
+            launch(*args)
+
+    return step
 
 
 def _why_eager(optimizer: Any, parts: Sequence[Any]) -> str:

@@ -195,6 +195,74 @@ def both(
     return (*trained, *results)
 
 
+class FusedAdam(torch.optim.Optimizer):
+    """Adam of Transformer Engine, with its one kernel for each group."""
+
+    capturable = master_weights = False
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        super().__init__(params, defaults)
+        self.multi_tensor_adam = self._kernel
+        self.num_kernels = 0
+
+    def _kernel(self, tensors: Any, group: dict[str, Any], step: int) -> None:
+        self.num_kernels += 1
+        betas, eps, lr, wd = (group[name] for name in ("betas", "eps", "lr", "weight_decay"))
+        for p, grad, m, v in tensors:
+            m.lerp_(grad, 1 - betas[0])
+            v.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
+            denom = (v / (1 - betas[1] ** step)).sqrt_().add_(eps)
+            p.add_((m / (1 - betas[0] ** step)).div_(denom).add_(p, alpha=wd), alpha=-lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            tensors = []
+            for p in group["params"]:
+                if not self.state[p]:
+                    names = ("exp_avg", "exp_avg_sq")
+                    self.state[p] = {name: torch.zeros_like(p) for name in names}
+                tensors.append((p.data, p.grad.data, *self.state[p].values()))
+            self.multi_tensor_adam(tensors, dict(group), group["step"])
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_a_step_that_begins_early_equals_an_eager_one(
+    one_rank: Any, make_config: Any, monkeypatch: pytest.MonkeyPatch, is_distributed: bool
+) -> None:
+    optimizers = import_megatron("megatron.core.optimizer")
+    monkeypatch.setattr(optimizers, "Adam", FusedAdam)
+    monkeypatch.setattr(optimizers, "USING_PYTORCH_OPTIMIZER", False)
+    case = {"options": {"use_distributed_optimizer": is_distributed}}
+    eager = Training(one_rank, make_config, graphed=False, **case)
+    expected = eager.steps(0, 6)
+    graphed = Training(one_rank, make_config, graphed=True, **case)
+    (inner,), step = graphed.inner, graphed.captured
+
+    def state() -> list[Any]:
+        return [*graphed.tensors(), *(torch.tensor(g.get("step", 0)) for g in inner.param_groups)]
+
+    def begin(_: Any) -> None:
+        before, num_kernels = state(), inner.num_kernels
+        step.begin()
+        assert is_equal(state(), before)
+        assert inner.num_kernels == num_kernels
+
+    assert graphed.steps(0, 6, spoil=begin) == expected
+    assert is_equal(graphed.tensors(), eager.tensors())
+    assert [g["step"] for g in inner.param_groups] == [
+        g["step"] for g in eager.inner[0].param_groups
+    ]
+    assert step.gradients.num_replays == 5
+    before = state()
+    graphed.trained.step(6, 2)
+    step.begin()
+    step.withdraw()  # a check has failed
+    assert is_equal(state(), before)
+
+
 SCALED = {"bf16": False, "fp16": True, "initial_loss_scale": 2.0**10, "loss_scale_window": 3}
 
 
