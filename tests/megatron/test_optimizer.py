@@ -171,8 +171,6 @@ def test_steps_equal_eager_ones(one_rank: Any, make_config: Any, name: str) -> N
     assert is_equal(graphed.tensors(), eager.tensors())
     assert graphed.captured.gradients.num_captures == 1
     assert graphed.captured.gradients.num_replays == 7
-    casts = graphed.captured.casts  # in the first of these 7 steps eagerly
-    assert casts.num_replays == (0 if case.get("dtype") == "float32" else 6)
     norms = [values[-4] for values in expected]
     assert name == "not_clipped" or len(set(norms)) == len(norms)
 
@@ -298,7 +296,6 @@ def test_a_changed_weight_decay_needs_no_new_capture(one_rank: Any, make_config:
     assert found == expected
     assert is_equal(graphed.tensors(), eager.tensors())
     assert graphed.captured.gradients.num_captures == 1
-    assert graphed.captured.casts.num_captures == 1
 
 
 def checkpoint_of(training: Training) -> Any:
