@@ -25,7 +25,7 @@ class StepGraph:
             values of Python.
         work: The work to capture. It may run Python that has no effect in a replay.
         agree: Element-wise maximum over the ranks whose collectives are in the work. The recorder
-            needs it, since it runs collectives while it captures.
+            needs it, since it runs collectives while it captures; None: there are none.
         on_failure: After a capture that failed, ``raise`` the error, or stay ``eager``.
 
     Attributes:
@@ -40,7 +40,7 @@ class StepGraph:
         backend: GraphBackend,
         facts: Callable[[], Hashable],
         work: Callable[[], Any],
-        agree: Callable[[list[int]], list[int]],
+        agree: Callable[[list[int]], list[int]] | None,
         on_failure: str,
     ) -> None:
         self.num_captures = self.num_replays = 0
