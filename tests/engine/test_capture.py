@@ -12,14 +12,11 @@ import pytest
 import torch
 from thread_ranks import Agreeing, run_ranks
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from toys import (
     SYNC_LINE,
     Apply,
     Tower,
     all_equal,
-    capture,
-    copy_with_gradient,
     sample,
     towers,
     train,
@@ -66,27 +63,6 @@ def test_a_session_changes_no_gradient_buffer_or_random_state(backend: GraphBack
     train(graphs, x)
     assert not torch.equal(modules[0].linear.weight.grad, grads[0])
     assert modules[0].num_calls.item() == calls[0] + 1
-
-
-def test_the_backward_of_an_eager_pass_frees_what_the_forward_keeps(
-    backend: GraphBackend,
-) -> None:
-    """A session would else need twice the memory of a pass."""
-    kept: list[StorageWeakRef] = []
-    are_freed: list[bool] = []
-
-    def check(grad: torch.Tensor) -> torch.Tensor:
-        are_freed.append(kept[-1].expired())
-        return grad
-
-    def forward(self: Apply, x: torch.Tensor) -> torch.Tensor:
-        y = self.first(self.linear(x)).exp()  # exp keeps its result
-        kept.append(StorageWeakRef(y.untyped_storage()))
-        return y * 2
-
-    module = Apply(forward, linear=nn.Linear(8, 8), first=copy_with_gradient(check))
-    capture(module, torch.randn(4, 8, device=backend.device), backend=backend)
-    assert are_freed[0]
 
 
 def test_a_session_that_fails_half_way_leaves_a_working_eager_model(backend: GraphBackend) -> None:
