@@ -67,7 +67,8 @@ class StepChecks:
         """Return whether the step runs (again); see Megatron's method of this name."""
         if self._may_postpone():
             flag, is_sent = self._failure()  # first: all ranks reduce it before the norm
-            self._optimizer.begin()
+            if self._optimizer.always_succeeds:
+                self._optimizer.begin()
             is_sent.synchronize()
             if not flag:
                 self._values, self._checks = [], []

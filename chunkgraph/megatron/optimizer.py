@@ -124,12 +124,13 @@ class MegatronOptimizerStep:
                     return False, None, None
                 no_preparation = {"prepare_grads": lambda: False}
                 prepared.callback(patch_attributes(self._optimizer, no_preparation))
-            begun, self._begun = self._begun or self._begin(), None
-            if begun is None:
+            if self._begun is None:
+                self.begin()
+            if self._begun is None:
                 result: tuple[bool, Any, Any] = self._eager_step()
                 self.gradients.end_eager_step()
                 return result
-            (success, norm, num_zeros), inner_steps = begun
+            ((success, norm, num_zeros), inner_steps), self._begun = self._begun, None
             for inner_step in inner_steps:
                 inner_step()
             if self._is_scaled:  # which copies by a kernel of its own
@@ -139,27 +140,22 @@ class MegatronOptimizerStep:
             self._gather_parameters()
             return success, _given(norm), _given(num_zeros)
 
+    @torch.no_grad()
     def begin(self) -> None:
         """Launch the graph of this step, and prepare the inner optimizer, if it replays.
 
-        Call it when all gradients are launched. Parameters and the optimizer's state stay as they
-        are up to `step`.
+        Call it early, once all gradients are launched, if ``always_succeeds``. Parameters and the
+        optimizer's state stay as they are up to `step`.
         """
-        if not self.why_eager and not self._is_scaled:
-            with torch.no_grad():
-                self._begun = self._begin()
+        if self.gradients.is_ready():
+            result = self.gradients.replay()
+            for p, grad in self._prepared:
+                p.grad = grad
+            self._begun = result, [_prepared_step(part.optimizer) for part in self._parts]
 
     def withdraw(self) -> None:
         """Forget what `begin` has prepared; the gradients are lost."""
         self._begun = None
-
-    def _begin(self) -> tuple[Any, list[Callable[[], Any]]] | None:
-        if not self.gradients.is_ready():
-            return None
-        result = self.gradients.replay()
-        for p, grad in self._prepared:
-            p.grad = grad
-        return result, [_prepared_step(part.optimizer) for part in self._parts]
 
     def close(self) -> None:
         """Free the graphs, and restore Megatron's own step."""
@@ -221,10 +217,8 @@ def _prepared_step(inner: Any) -> Callable[[], Any]:
     of them takes the host longer than the graph takes the device.
     """
     is_adam = type(inner).__name__ == "FusedAdam" and not inner.capturable
-    has_hooks = any(
-        "step" in name and "hooks" in name and vars(inner)[name] for name in vars(inner)
-    )
-    if not is_adam or inner.master_weights or has_hooks:
+    hooks = [value for name, value in vars(inner).items() if name.endswith("_hooks")]
+    if not is_adam or inner.master_weights or any(hooks):
         return inner.step
     kernels: list[tuple[Any, ...]] = []
     launch, before = inner.multi_tensor_adam, [g.get("step") for g in inner.param_groups]
