@@ -10,7 +10,6 @@ does not wait. TensorBoard and W&B get numbers a step later.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
 _DATASETS = "megatron.core.datasets.utils"
-_HELPERS = "megatron.core.datasets.helpers_cpp"
 _HOOKS = "chunkgraph_hooks"
 _WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
 
@@ -139,7 +137,7 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
         undo.callback(patch_attributes(training, {"_seqlen_stats_in_iteration": sums}))
     datasets = import_megatron(_DATASETS)
     if not (Path(str(datasets.__file__)).parent / "Makefile").exists():
-        undo.callback(patch_attributes(datasets, {"compile_helpers": _helpers_are_built}))
+        undo.callback(patch_attributes(datasets, {"compile_helpers": lambda: None}))
     return undo.close
 
 
@@ -292,12 +290,3 @@ def _import_training() -> tuple[Any, Any]:
             "every checkout of Megatron-LM, which must contain the script or be on PYTHONPATH. "
             "Install the packages that it misses; megatron-core declares few of them."
         ) from error
-
-
-def _helpers_are_built() -> None:
-    """Replace ``compile_helpers``, which runs ``make`` and exits if that fails."""
-    if importlib.util.find_spec(_HELPERS) is None:
-        raise MissingDependencyError(
-            f"This installation of megatron-core has neither {_HELPERS} nor the Makefile to build "
-            "it. Install megatron-core from a wheel with binaries, or from a checkout."
-        )
