@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ _TRAINING = "megatron.training.training"
 _DATASETS = "megatron.core.datasets.utils"
 _HOOKS = "chunkgraph_hooks"
 _WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
+_PATIENCE_S = 2.0
+"""Time for the device to compute the last numbers of a run that failed."""
 
 
 def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Callable[[], None]:
@@ -183,6 +186,12 @@ class LateNumbers:
     def delayed(self, tensorboard: Any, wandb: Any) -> Iterator[None]:
         """Let these writers, or None, write at the next `write`, or at the end."""
 
+        def write_last(kind: type[BaseException] | None, *_: Any) -> None:
+            # After an error the device may never be done, and the process ends without more.
+            self.write(None if kind in (None, SystemExit) else _PATIENCE_S)
+            if tensorboard is not None:
+                tensorboard.flush()
+
         def finish(*args: Any, **kwargs: Any) -> Any:
             self.write()
             return end(*args, **kwargs)
@@ -194,21 +203,33 @@ class LateNumbers:
             if wandb is not None:
                 later, end = partial(self._add, wandb.log), wandb.finish
                 undo.callback(patch_attributes(wandb, {"log": later, "finish": finish}))
-            # Not after an error: the device may never be done.
-            undo.push(lambda kind, *_: self.write() if kind in (None, SystemExit) else None)
+            undo.push(write_last)
             yield
 
-    def write(self) -> None:
-        """Write the numbers so far."""
+    def write(self, patience_s: float | None = None) -> None:
+        """Write the numbers so far, those that the device computes within this time in seconds."""
         calls, self._calls = self._calls, []
+        end = None if patience_s is None else time.monotonic() + patience_s
         for event, call in calls:
-            event.synchronize()
+            if end is None:
+                event.synchronize()
+            elif not _is_done(event, end):
+                return
             call()
 
     def _add(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         call = partial(function, *map(_sent, args), **_sent(kwargs))
         self._calls.append((event := torch.cuda.Event(), call))
         event.record()
+
+
+def _is_done(event: torch.cuda.Event, end: float) -> bool:
+    """Return whether the device reaches an event before this time of the monotonic clock."""
+    with suppress(RuntimeError):  # the device has failed
+        while not event.query() and time.monotonic() < end:
+            time.sleep(0.01)
+        return event.query()
+    return False
 
 
 def _sent(value: Any) -> Any:
