@@ -27,12 +27,7 @@ import torch.distributed as dist
 from chunkgraph._text import counted, format_bytes
 from chunkgraph.engine import CaptureOptions, CaptureReport
 from chunkgraph.engine.agreement import refuse_differences
-from chunkgraph.launch.arguments import (
-    equal_facts,
-    packing_options,
-    refuse_changed_arguments,
-    settle_arguments,
-)
+from chunkgraph.launch.arguments import equal_facts, refuse_changed_arguments, settle_arguments
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps, SpreadDocuments
 from chunkgraph.launch.patches import (
@@ -54,6 +49,7 @@ from chunkgraph.megatron.features.experts.overlap import turn_off_overlap
 from chunkgraph.megatron.features.experts.state import scale_expert_metrics
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.params import shares_keys
+from chunkgraph.megatron.features.packing.script import packing_options
 from chunkgraph.megatron.pipeline.choice import PipelinePlace
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.site import new_agreement
