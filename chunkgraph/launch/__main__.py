@@ -216,19 +216,14 @@ def _smallest_world_size(args: argparse.Namespace) -> int:
 
 def _warn_if_unused(options: argparse.Namespace, hooks: ChunkGraphsInPretrain) -> None:
     """Warn that the flags had no effect, as in a script with its own training loop."""
-    if hooks.was_parsed:
-        is_unused = hooks.flags is not None and not hooks.has_trained
-        reason = "trained nothing with Megatron's pretrain()"
-    else:
-        names = {arg.partition("=")[0] for arg in options.script_args}
-        is_unused = not names.isdisjoint((GRANULARITY, SWITCH))
-        reason = "never parsed Megatron's arguments"
-    if not is_unused:
-        return
-    sys.stderr.write(
-        f"WARNING: chunk graphs: {shorten(options.script.name)} {reason}, so {GRANULARITY} had no "
-        "effect. In your own training loop, call chunkgraph.megatron.attach().\n"
-    )
+    names = {arg.partition("=")[0] for arg in options.script_args}
+    is_asked = hooks.flags if hooks.was_parsed else names & {GRANULARITY, SWITCH}
+    if is_asked and not hooks.has_trained:
+        sys.stderr.write(
+            f"WARNING: chunk graphs: {shorten(options.script.name)} trained nothing with "
+            f"Megatron's pretrain(), so {GRANULARITY} had no effect. In your own training loop, "
+            "call chunkgraph.megatron.attach().\n"
+        )
 
 
 def _exit_code(error: SystemExit) -> int:

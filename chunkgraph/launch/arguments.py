@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -190,13 +191,13 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
     sizes = tuple(sorted(set(flags.packing.context_parallel_sizes)))
     modules = getattr(args, "recompute_modules", None)
     values = {
+        **flags.capture.model_dump(),
         **flags.packing.model_dump(),
         "context_parallel_sizes": sizes,
         "cuda_graph_impl": implementation,
         "data_parallel_size": _num_copies(args),
         "element_bytes": 2 if _is_on(args, "bf16") or _is_on(args, "fp16") else 4,
         "has_transformer_engine": True,  # `attach` looks for packages
-        "max_slot_memory": flags.capture.max_slot_memory,
         "hybrid_layer_pattern": getattr(args, "hybrid_layer_pattern", None)
         or getattr(args, "hybrid_override_pattern", None),
         "inference_cuda_graph_scope": None if inference_scope == "none" else inference_scope,
@@ -205,7 +206,6 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
         or _is_on(args, "te_rng_tracker"),
         "keeps_transposes": True,
         "num_moe_experts": getattr(args, "num_experts", None),
-        "num_warmup_steps": flags.capture.num_warmup_steps,
         "on_gpu": not on_cpu,
         "packed": flags.packing.max_packed_seqs > 0,
         "packing": flags.packing,
@@ -216,12 +216,10 @@ def _facts(args: argparse.Namespace, flags: GraphFlags, *, on_cpu: bool) -> Fact
         else getattr(args, "recompute_granularity", None),
         "recompute_modules": ["core_attn"] if modules is None else modules,
         "schedule": flags.schedule,
-        "scope": flags.capture.scope,
         "splits_backward": splits_backward(flags.schedule),
         "stash": flags.stash.enabled,
         "swiglu": _is_on(args, "swiglu"),
         "token_drops": flags.token_drops,
-        "verify": flags.capture.verify,
     }
     return facts_of_model(args, values, FLAGS)
 
@@ -231,13 +229,10 @@ def _is_on(args: argparse.Namespace, name: str) -> bool:
 
 
 def _num_copies(args: argparse.Namespace) -> int | None:
-    """Return the number of data-parallel ranks; None if the process count is unknown or wrong."""
-    num_processes = int(os.environ.get("WORLD_SIZE", "0"))
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    tensor_ranks, pipeline_ranks = (getattr(args, name, None) or 1 for name in sizes)
-    if not num_processes or num_processes % (tensor_ranks * pipeline_ranks):
-        return None  # Megatron refuses the latter
-    return num_processes // (tensor_ranks * pipeline_ranks)
+    """Return the number of data-parallel ranks; None if the process count is unknown."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    size_of_copy = math.prod(getattr(args, name, None) or 1 for name in names)
+    return int(os.environ.get("WORLD_SIZE", "0")) // size_of_copy or None
 
 
 def _wants_te_rng(args: argparse.Namespace, on_cpu: bool) -> bool:

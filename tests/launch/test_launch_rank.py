@@ -108,7 +108,7 @@ def test_a_script_that_has_no_use_for_the_flags_is_reported(
     parses = "from megatron.training import arguments\narguments.parse_args()\n"
     for text, arguments, message in (
         ("pass\n", [], ""),
-        ("pass\n", chunk, "own.py never parsed Megatron's arguments"),
+        ("pass\n", chunk, "own.py trained nothing with Megatron's pretrain()"),
         (parses, FLAGS, ""),
         (parses, [*FLAGS, *chunk], "own.py trained nothing with Megatron's pretrain()"),
     ):

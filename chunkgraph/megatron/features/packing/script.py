@@ -64,19 +64,16 @@ def _held_rows(f: Facts) -> object:
     return is_less and {"largest": largest, "rows": largest * rows}
 
 
-def _is_unpacked(source: str) -> Callable[[Facts], object]:
-    return lambda f: getattr(f, source) and not f.packed
+def _unpacked(source: str) -> Rule:
+    return Rule(
+        f"{source}: packed sequences change their offsets with every microbatch, and a graph "
+        "has fixed shapes; add {max_packed_seqs=} N, the most documents of a microbatch and 1",
+        lambda f: getattr(f, source) and not f.packed,
+    )
 
 
 SCRIPT_RULES = (
-    *(
-        Rule(
-            f"{source}: packed sequences change their offsets with every microbatch, and a graph "
-            "has fixed shapes; add {max_packed_seqs=} N, the most documents of a microbatch and 1",
-            _is_unpacked(source),
-        )
-        for source in _SOURCES
-    ),
+    *map(_unpacked, _SOURCES),
     Rule(
         "max_packed_seqs: without {sft=true} (or {dataloader_inter_document_masking=true}) "
         "microbatches have no offsets of documents; leave it out",
