@@ -148,19 +148,26 @@ def planned_arguments(options: argparse.Namespace) -> tuple[argparse.Namespace, 
         ConfigError: Megatron or chunk graphs refuse the arguments, or the script fails or parses
             none.
     """
+    latest: list[argparse.Namespace] = []
 
     def on_parser(parser: argparse.ArgumentParser) -> None:
         explain_in_one_line(parser)
         own = (SWITCH, *(str(item.flag) for item in FLAGS))
         for name in (arg.partition("=")[0] for arg in options.script_args):
-            # A script may ignore unknown flags.
+            # A script may ignore unknown flags, and own parsers of it know some.
             if name not in parser._option_string_actions and did_you_mean(name, own, 0.9):
                 parser.error(f"unrecognized arguments: {name}")
 
-    def parsed(args: argparse.Namespace) -> Never:
+    def parsed(args: argparse.Namespace) -> None:
+        latest[:] = [args]
+        if not hooks.unknown:  # otherwise the script may parse again, and know them then
+            end_script()
+
+    def end_script(*_: object, **__: object) -> Never:
         from chunkgraph.launch.arguments import settle_arguments
         from chunkgraph.launch.patches import validate_arguments
 
+        (args,) = latest
         least = _smallest_world_size(args)
         size = options.nproc_per_node or least
         os.environ["WORLD_SIZE"] = str(size)
@@ -180,11 +187,21 @@ def planned_arguments(options: argparse.Namespace) -> tuple[argparse.Namespace, 
     if not any(arg.partition("=")[0] == GRANULARITY for arg in options.script_args):
         options.script_args = [*options.script_args, SWITCH]
     os.environ.update(RANK="0", WORLD_SIZE=str(options.nproc_per_node or 1), LOCAL_RANK="0")
-    with _hooked_script(options, on_cpu=False, is_planned=True) as hooks:
+    with (
+        _hooked_script(options, on_cpu=False, is_planned=True) as hooks,
+        contextlib.ExitStack() as undo,
+    ):
+        import torch.distributed as dist
+
+        from chunkgraph.megatron.core.access import patch_attributes
+
         hooks.on_parser, hooks.parsed = on_parser, parsed  # type: ignore[method-assign]
+        undo.callback(patch_attributes(dist, {"init_process_group": end_script}))
+        undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                runpy.run_path(str(options.script), run_name="__main__")
+            runpy.run_path(str(options.script), run_name="__main__")
+            if latest:
+                end_script()
         except _ParsedError as end:
             args, flags = end.args
             return args, flags

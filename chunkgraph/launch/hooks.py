@@ -98,6 +98,7 @@ class ChunkGraphsInPretrain:
     Attributes:
         flags: The parsed flags; None before parsing and for granularity ``layer``.
         graphs: The graphs that are attached to the model during training, otherwise None.
+        unknown: Arguments that Megatron's parser did not know.
         was_parsed: Whether Megatron's arguments were parsed.
         has_trained: Whether graphs were ever attached to a model.
         always_succeeds: Whether every step of the optimizer succeeds, on all ranks.
@@ -109,6 +110,7 @@ class ChunkGraphsInPretrain:
     def __init__(self, *, on_cpu: bool = False) -> None:
         self.flags: GraphFlags | None = None
         self.graphs: MegatronChunkGraphs | None = None
+        self.unknown: list[str] = []
         self.was_parsed = False
         self.has_trained = False
         self.always_succeeds = False

@@ -75,14 +75,14 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
         parse = parser.parse_known_args
 
         def parse_known_args(*args: Any, **kwargs: Any) -> Any:
-            namespace, rest = parse(*args, **kwargs)
+            namespace, hooks.unknown = parse(*args, **kwargs)
             hooks.parsed(namespace)
-            return namespace, rest
+            return namespace, hooks.unknown
 
         def parse_args(*args: Any, **kwargs: Any) -> Any:
-            namespace, rest = parse(*args, **kwargs)
-            if rest:  # before the hook, which may end the script
-                parser.error(f"unrecognized arguments: {' '.join(rest)}")
+            namespace, hooks.unknown = parse(*args, **kwargs)
+            if hooks.unknown:  # before the hook, which may end the script
+                parser.error(f"unrecognized arguments: {' '.join(hooks.unknown)}")
             hooks.parsed(namespace)
             return namespace
 
