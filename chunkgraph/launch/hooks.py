@@ -218,7 +218,9 @@ class ChunkGraphsInPretrain:
             multiple_of=place.group_size if len(chunks) > 1 else 1,
             counts_padding=shares_keys(args),
         )
-        groups = ContextGroups.of_data_parallel(limits.group_sizes, has_experts=_has_experts(args))
+        groups = ContextGroups.of_data_parallel(
+            limits.group_sizes, has_experts=bool(args.num_experts)
+        )
         # Not after an error: if only this rank has one, others may wait in these groups forever.
         undo.push(lambda kind, _error, _trace: groups.close() if kind is None else None)
         undo.callback(follow_groups(chunks, groups))
@@ -304,13 +306,8 @@ def _packed_steps(
         device=graphs.site.device,
         data_ranks=exchange_between(state.get_data_parallel_group(with_context_parallel=True)),
         tensor_ranks=tensor_ranks,
-        has_experts=_has_experts(args),
+        has_experts=bool(args.num_experts),
     )
-
-
-def _has_experts(args: argparse.Namespace) -> bool:
-    """Return whether the model has experts, on any rank."""
-    return bool(getattr(args, "num_experts", None))
 
 
 def _rank() -> int:

@@ -15,16 +15,10 @@ from chunkgraph.settings.words import facts_of
 
 _GRAPHS = ("capture", "packing", "stash")
 """Sections that have an effect only with graphs."""
-
-
-def _has_one_chunk(config: Config) -> bool:
-    return config.pipeline.num_model_chunks == 1
-
-
 _WITHOUT_EFFECT: dict[str, Callable[[Config], bool]] = {
     "model.recompute_modules": lambda c: c.model.recompute_granularity != "selective",
-    "pipeline.virtual_pipeline_model_parallel_size": _has_one_chunk,
-    "pipeline.microbatch_group_size_per_vp_stage": _has_one_chunk,
+    "pipeline.virtual_pipeline_model_parallel_size": lambda c: c.pipeline.num_model_chunks == 1,
+    "pipeline.microbatch_group_size_per_vp_stage": lambda c: c.pipeline.num_model_chunks == 1,
     # Without graphs nothing would count the dropped tokens.
     "moe.moe_expert_rank_capacity_factor": lambda c: not c.capture.enabled,
 }
