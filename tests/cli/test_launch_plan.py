@@ -186,12 +186,13 @@ dist.init_process_group("nccl")
 
 @pytest.mark.megatron
 @NEEDS_TRAINING
-@pytest.mark.parametrize("script", [TWICE, IGNORES])
+@pytest.mark.parametrize(("script", "of_unknown"), [(TWICE, 2), (IGNORES, 0)])
 def test_unknown_flags_are_refused_and_own_ones_known_in_a_script_that_ignores_some(
-    plan: Callable[..., tuple[int, str]], tmp_path: Path, script: str
+    plan: Callable[..., tuple[int, str]], tmp_path: Path, script: str, of_unknown: int
 ) -> None:
     path = tmp_path / "pretrain.py"
     path.write_text(script)
+    assert plan(str(path), *SMALL, "--no-such-flag")[0] == of_unknown
     code, out = plan(str(path), *SMALL, "--my-data", "3")
     assert code == 0, out
     assert "all flags are compatible" in out

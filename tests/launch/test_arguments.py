@@ -17,10 +17,11 @@ from launch_arguments import arguments
 
 from chunkgraph.errors import ConfigError, PackingError
 from chunkgraph.launch import hooks
-from chunkgraph.launch.arguments import packing_options, settle_arguments
+from chunkgraph.launch.arguments import settle_arguments
 from chunkgraph.launch.flags import GraphFlags, add_flags, read_flags
 from chunkgraph.megatron.cpu.pretrain import cpu_flags
 from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.features.packing.script import packing_options
 from chunkgraph.packing import ContextLimits, PackedShape
 from chunkgraph.schedules import build_schedule
 
@@ -74,6 +75,7 @@ CHANGING = {**PACKED, "cuda_graph_cp_sizes": [2, 1], "calculate_per_token_loss":
         ({"cuda_graph_stash": "true"}, "--cuda-graph-stash without --num-experts"),
         ({"sft": True}, "--sft: packed sequences change their offsets"),
         ({"cuda_graph_max_packed_seqs": 9}, "--cuda-graph-max-packed-seqs 9: without --sft"),
+        ({"cuda_graph_max_packed_tokens": 9}, "-packed-tokens 9 with --cuda-graph-max-packed-seq"),
         ({"yaml_cfg": "x.yaml"}, "--yaml-cfg: "),
         ({"kitchen_recipe_number": 0}, "--kitchen-recipe-number: whether a layer renews its"),
         (
@@ -192,8 +194,6 @@ def test_impossible_shapes_are_errors_before_the_model_is_built(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--cuda-graph-max-packed-tokens", "9"], "no effect without --cuda-graph-max-packed-seqs"),
-        (["--cuda-graph-cp-sizes", "2"], "sizes 2 has no effect without .*max-packed-seqs"),
         (["--cuda-graph-max-packed-seqs", "-1"], "packed-seqs is -1; it must be greater"),
         (
             ["--cuda-graph-max-packed-seqs", "--cuda-graph-packed-buckets", "0.5", "0"],

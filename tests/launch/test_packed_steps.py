@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError, PackingError
-from chunkgraph.launch.documents import ReadAhead, documents_of, look_ahead
-from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps
+from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps, ReadAhead, look_ahead
 from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.features.packing.documents import documents_of
 from chunkgraph.packing import PackedShape
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]

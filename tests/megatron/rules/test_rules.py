@@ -10,8 +10,8 @@ from extended_config import config_from_mapping
 from small_settings import SMALL
 
 from chunkgraph.errors import ChunkGraphError, ConfigError, TopologyError
-from chunkgraph.launch.flags import flags_of
 from chunkgraph.settings import Config, derived_fields, load_config
+from chunkgraph.settings.script_flags import flags_of
 
 CONFIG = Path(__file__).parents[3] / "configs" / "gpu" / "gpt_pp2_gpu.yaml"
 _SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4}
