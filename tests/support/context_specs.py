@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -106,3 +107,19 @@ def experts_with_own_group() -> Any:
     spec = packed_contexts_experts()
     spec.module = _LayerWithOwnGroup
     return _split_layer(spec)
+
+
+class _FaultyCore(ContextCore):
+    """Reads on the host on rank 1 after collectives of two ranks, which no graph can hold."""
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Attend; see `PackedCore`."""
+        mixed = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if packed_seq_params.cp_group is not None and dist.get_rank() == 1:
+            mixed.sum().item()
+        return mixed
+
+
+def faulty() -> Any:
+    """Return the local spec with `_FaultyCore`."""
+    return _with_core(_FaultyCore)

@@ -20,7 +20,6 @@ from typing import Any
 from unittest import mock
 
 import attach_fault_probe
-import context_probe
 import dropless_probe
 import fault_probe
 import groups_end_probe
@@ -51,7 +50,6 @@ _PROBES: dict[str, Any] = {
     "dropless": dropless_probe,
     "kernels": kernel_probe,
     "overlap": overlap_probe,
-    "context": context_probe,
     "rl": rl_probe,
     "rl_frameworks": rl_frameworks,
     "groups_end": groups_end_probe,

@@ -146,9 +146,28 @@ def test_latent_attention_and_experts(run_equal: Callable[..., Any], make_case: 
     losses_do_not_depend_on_who_shares_what(results["random"], results["smallest"])
 
 
+# Later layers' collectives would wait for the rank that fails.
+_FAULTY = {"layer_spec": "context_specs:faulty", "num_layers": 1}
+
+
 def test_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
-    case = make_case([2, 3], [1, 2], data_parallel_size=2)
-    check("random", run_equal({"random": case}, 2)["random"], case)
+    """Also with a size whose capture fails on one rank: all ranks go on without its graphs."""
+    dp2 = {"data_parallel_size": 2}
+    cases = {
+        "random": make_case([2, 3], [1, 2], **dp2),
+        "faulty": make_case([1] * 6, [1, 2], model=_FAULTY, **dp2),
+    }
+    results = run_equal(cases, 2)
+    check("random", results["random"], cases["random"])
+    first, *steps = results["faulty"]["steps"]
+    assert first["fallbacks"] == {"capture warmup": 1}
+    without = [{2} & {s for rank in step["context_sizes"] for s in rank} for step in steps]
+    assert 0 < without.count(set()) < len(steps)
+    for step, is_eager in zip(steps, without, strict=True):
+        assert step["fallbacks"] == ({"no graphs of a bank": 1} if is_eager else {})
+    why = f"no graphs of CP 2 with {_ROWS} tokens a rank: its capture failed"
+    count = len(steps) - without.count(set())
+    assert results["faulty"]["missing_banks"] == [{why: count}] * 2
 
 
 @pytest.mark.slow

@@ -1,18 +1,19 @@
-"""Banks by context-parallel size, in jobs of four ranks with gloo, and their parts."""
+"""Banks by context-parallel size: their keys, the calls derived for them, and their plans."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from thread_ranks import Agreeing, run_ranks
 from torch import nn
 
+from chunkgraph.engine import ChunkGraphs, StepPlan
 from chunkgraph.errors import ConfigError, ReplayMismatchError, SlotError, TopologyError
+from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.feature import StepInputs
 from chunkgraph.megatron.features.contexts import (
     ContextGroups,
@@ -31,159 +32,34 @@ from chunkgraph.packing import ContextLimits, pack, schedule_contexts
 # No `megatron` marker: only process groups are Megatron's, the same in all releases.
 
 LIMITS = ContextLimits(world_size=4, max_tokens_per_rank=8, max_packed_seqs=3)
-RankResults = list[dict[str, Any]]
 
 
-@pytest.mark.slow
-def test_jobs_of_four_ranks(
-    run_cases: Callable[..., dict[str, Any]], make_config: Callable[..., dict[str, Any]]
-) -> None:
-    config = make_config(pipeline={"data_parallel_size": 4}, run={"timeout_s": 20})
-    base = {"config": config, "probe": "context", "fails_at": [], "fails_on": 1, "num_steps": 6}
-    results = run_cases(
-        {
-            "mixed": {
-                **base,
-                "options": {"verify": "poison"},
-                "changes_groups": True,
-            },
-            "limited": {**base, "num_steps": 8, "announces": True, "captured": [4, 1]},
-            "fails": {**base, "fails_at": [4], "announces": True},
-            "fails_all": {
-                **base,
-                "num_steps": 3,
-                "fails_at": [4, 2, 1],
-                "options": {"on_failure": "eager"},
-            },
-            "hooked": {
-                **base,
-                "num_steps": 3,
-                "hooked_on": 1,
-                "options": {"on_failure": "eager"},
-            },
-            "stages": {
-                **base,
-                "worlds": [[0, 1], [2, 3]],
-                "num_steps": 6,
-                "sizes": [1],
-                "num_documents": 4,
-                "fails_at": [2],
-                "fails_on": 3,
-            },
-            # The later stage has other documents in the fourth step, with and without announcement.
-            **{
-                f"plan_{announces}": {
-                    **base,
-                    "worlds": [[0, 1], [2, 3]],
-                    "sizes": [1],
-                    "num_documents": 4,
-                    "announces": announces,
-                    "other_plan_on": 1,
-                    "other_plan_in": 3,
-                }
-                for announces in (False, True)
-            },
-            "limits": {**base, "other_limits_on": 2},
-            "megatron": {"config": config, "probe": "context", "is_megatron": True},
-        },
-        4,
-    )
-    # Two tensor-parallel ranks; data-parallel neighbours are two ranks apart.
-    for number, rank in enumerate(results.pop("megatron")):
-        assert rank["shared"] == [number % 2, number % 2 + 2]
-        assert (rank["counted"], rank["without"]) == ([0, 1, 2, 3], None)
-    for name in ("plan_False", "plan_True", "limits"):  # on every rank: no rank waits for ever
-        assert [bool(rank["refused"]) for rank in results.pop(name)] == [True] * 4
-    for name, ranks in results.items():
-        for rank in ranks:
-            # The same groups have the same bits on replaying and on eager ranks.
-            assert rank["equal"] == [True] * len(rank["modes"]), name
-            assert rank["put_back"] == ["its own"] * 2, name
-            assert rank["modes"] == ranks[0]["modes"], name
-            # Neighbours come from interpreters with different hashes of strings.
-            assert rank["digests"] == ranks[0]["digests"], name
-            assert rank["fallbacks"] == ranks[0]["fallbacks"], name
-    every_size_is_replayed(results["mixed"])
-    other_groups_are_refused(results["mixed"])
-    sizes_that_were_not_asked_for_are_eager(results["limited"])
-    what_one_rank_cannot_capture_is_dropped(results["fails"])
-    without_any_bank_all_is_eager(results["fails_all"])
-    what_fails_before_any_graph_stops_all(results["hooked"])
-    stages_with_different_slots_stop_together(results["stages"])
+@pytest.mark.parametrize("announces", [False, True])
+def test_stages_with_other_plans_of_a_step_stop_on_every_rank(announces: bool) -> None:
+    """No rank waits for ever, with and without an announcement."""
+    ranks = Agreeing(2)
+    refused: list[int] = []
 
+    def step(rank: int) -> None:
+        graphs = ChunkGraphs(
+            [nn.Linear(4, 4)],
+            [1],
+            backend=RecorderBackend(),
+            agree=ranks.rank(rank),
+            takes_misfits=True,
+        )
+        plan = StepPlan(misfit="", digest=7 + rank)
+        if announces:
+            graphs.announce(plan)
+        with (
+            pytest.raises(ConfigError, match="different plans for this step"),
+            graphs.step(1, plan=StepPlan() if announces else plan),
+        ):
+            pass
+        refused.append(rank)
 
-def every_size_is_replayed(ranks: RankResults) -> None:
-    for rank in ranks:
-        assert rank["modes"] == ["eager"] + ["replay"] * 5
-        assert (rank["num_slots"], rank["num_graphs"]) == ([2, 2], 2 * 2 * 2 * 3)
-        sizes = Counter(size for step in rank["sizes"][1:] for size in step)
-        replayed: Counter[int] = Counter()
-        for bank, count in rank["replays"].items():
-            replayed[int(bank.split()[1])] += count
-        assert replayed == {size: 2 * count for size, count in sizes.items()}
-        assert sizes.keys() == {1, 2, 4}
-    # In some step, ranks replay different sizes.
-    assert any(ranks[0]["sizes"][s] != ranks[3]["sizes"][s] for s in range(1, 6))
-
-
-def other_groups_are_refused(ranks: RankResults) -> None:
-    for rank in ranks:
-        announced, unannounced = rank["refusals"]
-        assert "Microbatch 0 (CP 4 with 8 tokens a rank) has another process group" in announced
-        assert "argument 'cp_group': captured" in unannounced
-
-
-def sizes_that_were_not_asked_for_are_eager(ranks: RankResults) -> None:
-    steps = list(zip(*[rank["sizes"] for rank in ranks], strict=True))
-    eager = [any(2 in sizes for sizes in step) for step in steps]
-    assert True in eager
-    for rank in ranks:
-        # Capture warmup precedes the first step with graphs.
-        first = rank["modes"].index("replay")
-        assert [mode == "eager" for mode in rank["modes"][first:]] == eager[first:]
-        own = "no graphs of CP 2 with 8 tokens a rank: they were not requested"
-        assert rank["missing"].keys() <= {own, "on another rank"}
-        assert sum(rank["missing"].values()) == rank["fallbacks"]["no graphs of a bank"]
-        assert not any(" 2 with" in bank for bank in rank["replays"])
-    assert any("on another rank" in rank["missing"] for rank in ranks)
-
-
-def what_one_rank_cannot_capture_is_dropped(ranks: RankResults) -> None:
-    for rank in ranks:
-        needs = [4 in sizes for sizes in rank["sizes"]]
-        modes = ["eager" if i == 0 or n else "replay" for i, n in enumerate(needs)]
-        assert rank["modes"] == modes
-        assert rank["missing"] == {
-            "no graphs of CP 4 with 8 tokens a rank: its capture failed": sum(needs[1:])
-        }
-        assert (rank["sessions"], rank["num_graphs"]) == (1, 2 * 2 * 2 * 2)
-    assert [len(rank["warnings"]) for rank in ranks] == [0, 1, 0, 0]
-    (warning,) = ranks[1]["warnings"]
-    assert "context_probe.py" in warning
-    assert "All ranks go on without graphs of CP 4 with 8 tokens a rank" in warning
-
-
-def without_any_bank_all_is_eager(ranks: RankResults) -> None:
-    for rank in ranks:
-        assert rank["fallbacks"] == {"capture warmup": 1, "capture failed": 2}
-        assert rank["num_graphs"] == 0
-    assert [len(rank["warnings"]) for rank in ranks] == [0, 3, 0, 0]
-
-
-def what_fails_before_any_graph_stops_all(ranks: RankResults) -> None:
-    """The other ranks do not wait for it in the first use of all communicators."""
-    for rank in ranks:
-        assert rank["fallbacks"] == {"capture warmup": 1, "capture failed": 2}
-    assert [len(rank["warnings"]) for rank in ranks] == [0, 1, 0, 0]
-    assert "there is a hook on the gradient of out.weight" in ranks[1]["warnings"][0]
-
-
-def stages_with_different_slots_stop_together(ranks: RankResults) -> None:
-    """The larger size fails on the last rank, while ranks have different numbers of graphs."""
-    assert [rank["num_slots"] for rank in ranks] == [[2, 2], [2, 2], [1, 1], [1, 1]]
-    for rank in ranks:
-        assert "replay" in rank["modes"]
-        assert not any("CP 2" in bank for bank in rank["replays"])
+    run_ranks(2, step)
+    assert sorted(refused) == [0, 1]
 
 
 @pytest.fixture
