@@ -24,7 +24,6 @@ import dropless_probe
 import fault_probe
 import groups_end_probe
 import kernel_probe
-import overlap_probe
 import packed_probe
 import receive_probe
 import rl_frameworks
@@ -49,7 +48,6 @@ _PROBES: dict[str, Any] = {
     "unpadded": unpadded_probe,
     "dropless": dropless_probe,
     "kernels": kernel_probe,
-    "overlap": overlap_probe,
     "rl": rl_probe,
     "rl_frameworks": rl_frameworks,
     "groups_end": groups_end_probe,
