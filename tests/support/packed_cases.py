@@ -80,22 +80,29 @@ def gpu_case(
     counts: list[int],
     *,
     capture: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
     moe: dict[str, Any] | None = None,
     packing: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    deterministic: bool = True,
     **pipeline: Any,
 ) -> dict[str, Any]:
-    """Make a case of `run_cases` on documents of 10 to 110 tokens: two to seven in 256.
+    """Make a case of `run_cases` on packed documents; ``options`` are Megatron's own.
 
     Each context-parallel rank has 256 rows: cuDNN up to 9.15 cannot be captured if half of a
     rank's part of the longest sequence is no multiple of 128.
     """
-    model, own_moe, options = _KINDS[kind]
+    own_model, own_moe, own_options = _KINDS[kind]
     size = pipeline.get("context_parallel_size", 1)
     config = make_config(
-        model={**GPU_MODEL, **model},
+        model={**GPU_MODEL, **own_model, **(model or {})},
         moe={**own_moe, **(moe or {})},
         pipeline=pipeline,
-        train={"num_microbatches": counts, "micro_batch_size": 1, "deterministic": True},
+        train={
+            "num_microbatches": counts,
+            "micro_batch_size": 1,
+            "deterministic": deterministic,
+        },
         data={"path": str(text)},
         packing={
             "max_packed_seqs": 12 if size == 1 else 24,
@@ -105,6 +112,7 @@ def gpu_case(
         capture=capture or {},
         run={"timeout_s": 150},
     )
+    options = {**own_options, **(options or {})}
     return {"config": {**config, "device": "cuda"}, "transformer_options": options}
 
 

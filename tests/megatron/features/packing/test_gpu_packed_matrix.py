@@ -107,10 +107,8 @@ def test_two_ranks(run_equal: Callable[..., Any], make: Make) -> None:
         ),
     }
     if not mamba_needs.missing_kernels():
-        cases["hybrid_pp2"] = make("hybrid", flying, _PP2, _CHUNK)
         cases["hybrid_cp2"] = make("hybrid", shared, _CP2, _CHUNK)
         cases["hybrid_cp2_block"] = make("hybrid", shared, _CP2, {"capture": {"verify": "poison"}})
-        cases["hybrid_pp2_block"] = make("hybrid", flying, _PP2, {"capture": {"verify": "poison"}})
     _check(run_equal(cases, 2, timeout_s=580.0))
 
 
