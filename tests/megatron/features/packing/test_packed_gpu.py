@@ -24,7 +24,7 @@ Case = Callable[..., dict[str, Any]]
 pytestmark = NEEDS_ENGINE
 
 _UNFUSED = {"apply_rope_fusion": False}
-# Enough for the fused kernel to start by row, as `test_gpu_rope` shows.
+# Enough for the fused kernel to start by row; `test_rope` shows which kernel that is.
 _MANY = {"max_packed_seqs": 80, "seq_buckets": []}
 _CASES = {
     "fused_rope_block": ({}, {"scope": "block", "verify": "poison"}, {}),
