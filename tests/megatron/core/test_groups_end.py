@@ -14,8 +14,7 @@ import pytest
 import torch.distributed as dist
 from in_process import Trained, detach_all
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
-from chunkgraph.errors import SlotError
+from chunkgraph.engine import CaptureOptions
 from chunkgraph.megatron.attachment import attach
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(200)]
@@ -54,24 +53,6 @@ def test_graphs_are_detached_before_the_groups_end(chunks: list[Any], ended: lis
     assert not any("forward" in module.__dict__ for module in diverted)
     graphs.detach()
     assert len(seen) == 2
-
-
-def test_a_detach_that_fails_leaves_the_groups_and_is_tried_again(
-    chunks: list[Any], ended: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graphs = attach(chunks)
-    with monkeypatch.context() as patch:
-        patch.setattr(ChunkGraphs, "report", "there are graphs")
-        with graphs.engine.step(1, eager=True), pytest.raises(SlotError, match="inside a step"):
-            dist.destroy_process_group()
-        assert ended == []
-    released: list[int] = []
-    graphs.engine.release = lambda: released.append(len(ended))  # type: ignore[method-assign]
-    dist.destroy_process_group()
-    assert released == [0]
-    assert ended == [None]
-    dist.destroy_process_group()
-    assert released == [0]
 
 
 def test_graphs_that_nobody_holds_are_detached_too(chunks: list[Any], ended: list[Any]) -> None:
