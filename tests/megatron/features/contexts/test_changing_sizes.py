@@ -10,8 +10,6 @@ from refused import refused
 from torch import nn
 
 from chunkgraph.engine import StepMode
-from chunkgraph.errors import SlotError
-from chunkgraph.megatron.attachment import MegatronChunkGraphs
 from chunkgraph.megatron.feature import Step, StepPlan
 from chunkgraph.megatron.features.contexts.feature import Contexts
 from chunkgraph.megatron.features.contexts.groups import groups_put_back
@@ -46,24 +44,6 @@ def test_a_replayed_step_walks_over_no_modules() -> None:
         patch.setattr(nn.Module, "named_modules", None)  # the iterator of modules()
         with contexts.step(Step(StepMode.REPLAY, True, StepPlan())):
             pass
-
-
-@pytest.mark.parametrize("may_run_again", [False, True])
-def test_a_step_is_announced_after_one_that_may_run_again(may_run_again: bool) -> None:
-    announcements: list[str] = []
-    graphs: Any = SimpleNamespace(
-        _plans=SimpleNamespace(inputs=("contexts",), announce=lambda inputs: (inputs.misfit, 0)),
-        guard=object() if may_run_again else None,
-        engine=SimpleNamespace(
-            mode=StepMode.REPLAY, announce=lambda plan: announcements.append(plan.misfit)
-        ),
-    )
-    if may_run_again:
-        with pytest.raises(SlotError, match=r"may run again.*Announce it after that step"):
-            MegatronChunkGraphs.announce(graphs, misfit="inside", contexts=[])
-        graphs.engine.mode = StepMode.OUTSIDE
-    MegatronChunkGraphs.announce(graphs, misfit="outside", contexts=[])
-    assert announcements == ["outside"]
 
 
 @pytest.mark.parametrize(

@@ -101,25 +101,6 @@ class _Groups:
         return self._of_routers[group]
 
 
-def test_tensor_parallel_ranks_count_their_rows_together() -> None:
-    layer, groups = _Layer(num_tensor_ranks=2), _Groups()
-    router = layer.mlp.router
-    own = router.tp_cp_group
-    counted_over = []
-    router.register_forward_pre_hook(lambda *_: counted_over.append(router.tp_cp_group))
-    undo = follow_groups([layer], groups)  # type: ignore[arg-type]
-    for group in (groups.four, None, groups.two):
-        layer(packed_seq_params=SimpleNamespace(cp_group=group))
-    layer()  # an evaluation
-    undo()
-    assert counted_over == [groups.of_routers(groups.four), own, groups.of_routers(groups.two), own]
-    # Multiplied by the number of context-parallel ranks, not of tensor-parallel ones.
-    losses = [loss for name, loss, group in router.seen if name == "balance" and group is own]
-    assert losses == [4.0, 1.0, 2.0, 1.0]
-    assert {loss for name, loss, _ in router.seen if name == "z"} == {0.5}
-    assert router.tp_cp_group is own
-
-
 def test_routers_that_would_count_over_others_are_refused() -> None:
     chunks, groups = [nn.Sequential(_Layer(), _Layer(num_tensor_ranks=2))], _Groups()
     for wrong_groups in (None, _Groups(for_routers=None)):
