@@ -19,8 +19,6 @@ from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.features.contexts.feature import Contexts
 from chunkgraph.megatron.features.hybrid import (
     Hybrid,
-    mamba_mixers_of,
-    packed_mamba_rows,
     rows_after_documents,
 )
 from chunkgraph.packing import PackedShape, pack
@@ -120,24 +118,6 @@ def test_packings_never_seen_at_capture(flight: Flight) -> None:
     assert flight.graphs.counters.replays == 8
 
 
-def _rows_of_slots(flight: Flight) -> list[torch.Tensor]:
-    (slots,) = flight.graphs.engine._captured.slots
-    return [
-        t for slot in slots for t in slot.inputs.tensors if t.dtype == torch.int32 and t.dim() == 2
-    ]
-
-
-@only_block
-def test_the_document_of_each_row_is_an_input_of_the_slot(flight: Flight) -> None:
-    if not hasattr(flight.batch([1])["packed_seq_params"], "seq_idx"):
-        pytest.skip("in this release mixers number the rows themselves")
-    for packings in _PACKINGS[:3]:
-        flight.step(packings)
-    rows = _rows_of_slots(flight)
-    assert [t.tolist() for t in rows] == [[[0] + [1] * 13], [[0] * 7 + [1] * 7]]
-    assert rows[0].data_ptr() != rows[1].data_ptr()
-
-
 def test_documents_of_rows_have_room_after_them(
     flight: Flight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,26 +163,6 @@ def test_mamba_layers_know_the_documents(flight: Flight) -> None:
     batch["packed_seq_params"].seq_idx = None
     with pytest.raises(ConfigError, match="packed_seq_params without seq_idx: all documents"):
         flight.step([[4, 5]], [batch])
-
-
-@pytest.mark.every_release
-def test_the_rows_of_earlier_releases_are_the_same_without_the_host(chunks: list[Any]) -> None:
-    """Also with empty sequences in the middle and a tail."""
-    from types import SimpleNamespace
-
-    (mixer,) = mamba_mixers_of(chunks[0].modules())[:1]
-    if not hasattr(mixer, "_create_packed_seq_idx"):
-        pytest.skip("this release receives the rows")
-    for offsets, padded in (([0, 3, 3, 9, 9], None), ([0, 3, 9, 9], [0, 4, 12, 24])):
-        params = SimpleNamespace(
-            cu_seqlens_q=torch.tensor(offsets, dtype=torch.int32),
-            cu_seqlens_q_padded=None if padded is None else torch.tensor(padded).int(),
-        )
-        expected = mixer._create_packed_seq_idx(params, 24)
-        with packed_mamba_rows():
-            seq_idx = mixer._create_packed_seq_idx(params, 24)
-        assert seq_idx.dtype == expected.dtype
-        assert torch.equal(seq_idx, expected)
 
 
 @pytest.mark.every_release
