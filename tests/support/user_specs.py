@@ -22,23 +22,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 
-class WatchfulLayer(TransformerLayer):
-    """Reads its output on the host, which no graph can hold."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's output after reading it."""
-        hidden, context = super().forward(*args, **kwargs)
-        largest = hidden.abs().max().item()  # the line that the error must name
-        if largest > 1e6:
-            raise FloatingPointError(largest)
-        return hidden, context
-
-
-def watchful() -> Any:
-    """Return the local spec with `WatchfulLayer`."""
-    return _with_layer(WatchfulLayer)
-
-
 class WatchfulWhereFaulty(TransformerLayer):
     """Reads its input on the host, on one rank and from its second layer on."""
 

@@ -21,11 +21,6 @@ RunWorker = Callable[..., tuple[list[int], Path]]
 MakeConfig = Callable[..., dict[str, Any]]
 
 
-def _line_of(marker: str) -> int:
-    text = (Path(__file__).parents[1] / "support" / "user_specs.py").read_text(encoding="utf-8")
-    return next(i for i, line in enumerate(text.splitlines(), start=1) if marker in line)
-
-
 # Not for each release of Megatron: the command writes these.
 def test_results_and_progress(run_worker: RunWorker, make_config: MakeConfig) -> None:
     """Only rank 0 shows progress and writes results."""
@@ -43,27 +38,6 @@ def test_results_and_progress(run_worker: RunWorker, make_config: MakeConfig) ->
     assert "step" not in logs[1]
     left = {p.name for p in folder.iterdir()}
     assert left == {"config.yaml", "log0.txt", "log1.txt", "table.json"}
-
-
-@pytest.mark.megatron
-@pytest.mark.every_release
-def test_layer_that_reads_on_the_host(run_worker: RunWorker, make_config: MakeConfig) -> None:
-    """The run fails on every rank with the operator, the file and the line of the user's layer."""
-    config = make_config(
-        model={"layer_spec": "user_specs:watchful"}, pipeline={"pipeline_model_parallel_size": 2}
-    )
-    codes, folder = run_worker(config, 2, forked=True)
-    assert codes == [1, 1]
-    assert not (folder / "table.json").exists()
-    line = _line_of("the line that the error must name")
-    for rank in range(2):
-        text = (folder / f"error_rank{rank}.txt").read_text(encoding="utf-8")
-        message, _, rest = text.partition("\n\n")
-        assert re.search(rf"user_specs\.py:{line}\b", message), message
-        assert "item" in message, message
-        assert f"rank {rank}, pipeline stage {rank}, chunk 0" in message, message
-        assert "Traceback" not in message
-        assert "Traceback" in rest
 
 
 def test_an_unknown_layer_spec(run_worker: RunWorker, make_config: MakeConfig) -> None:
