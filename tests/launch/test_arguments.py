@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
-import sys
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,6 @@ from chunkgraph.launch import hooks
 from chunkgraph.launch.arguments import packing_options, settle_arguments
 from chunkgraph.launch.flags import GraphFlags, add_flags, read_flags
 from chunkgraph.megatron.cpu.pretrain import cpu_flags
-from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.packing import ContextLimits, PackedShape
 from chunkgraph.schedules import build_schedule
 
@@ -248,30 +246,6 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not limits.counts_padding
     args.group_query_attention, args.num_query_groups, args.num_attention_heads = True, 2, 4
     assert limits_of(flags, args).counts_padding
-
-
-def test_few_functions_read_the_number_of_packed_sequences() -> None:
-    """From the command line to the banks of the engine, under one name; rules only check it."""
-    name, readers = "max_packed_seqs", set[str]()
-
-    def called(frame: FrameType, event: str, _: object) -> None:
-        code = frame.f_code
-        reads = event == "call" and name in (*code.co_names, *code.co_varnames, *code.co_consts)
-        if reads and "/chunkgraph/" in code.co_filename and "/rules/" not in code.co_filename:
-            readers.add(f"{code.co_filename}:{code.co_firstlineno}")
-
-    args = arguments(**PACKED)
-    sys.setprofile(called)
-    try:
-        flags = settle_arguments(args, on_cpu=True)
-        assert flags is not None
-        options = packing_options(flags.packing, args)
-        assert options is not None
-        banks = PackedBanks.of_model(options, args)
-    finally:
-        sys.setprofile(None)
-    assert banks.largest_shape.max_packed_seqs == PACKED[f"cuda_graph_{name}"]
-    assert 0 < len(readers) <= 8, sorted(readers)
 
 
 def test_graph_safe_random_numbers_are_chosen_for_the_user(monkeypatch: Any) -> None:
