@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from thread_ranks import Agreeing, run_ranks
 from torch import nn
 
@@ -17,17 +15,15 @@ from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.feature import StepInputs
 from chunkgraph.megatron.features.contexts import (
     ContextGroups,
-    follow_groups,
 )
 from chunkgraph.megatron.features.packing.bank import (
     PackedBank,
     ScheduledBanks,
-    derived_call,
     digest_of_plan,
 )
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.steps import StepPlans
-from chunkgraph.packing import ContextLimits, pack, schedule_contexts
+from chunkgraph.packing import ContextLimits, schedule_contexts
 
 # No `megatron` marker: only process groups are Megatron's, the same in all releases.
 
@@ -103,74 +99,6 @@ def test_a_key_is_its_group(groups: ContextGroups) -> None:
     banks.check([same, banks.keys[2]])
     with pytest.raises(ReplayMismatchError, match=r"Microbatch 1 \(CP 4 .* another process group"):
         banks.check([same, other])
-
-
-def test_a_call_of_another_bank_is_as_that_bank_would_have_it(groups: ContextGroups) -> None:
-    banks = PackedBanks.of_limits(LIMITS, groups)
-
-    def call(key: PackedBank) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        packed = pack([2, 1], key.shape)
-        total = key.shape.max_packed_tokens
-        return (torch.ones(key.num_tokens, 1, 4, requires_grad=True), None), {
-            "input_ids": torch.ones(1, key.num_tokens, dtype=torch.long),
-            "rotary_pos_emb": (torch.ones(total, 1, 1, 2), torch.ones(total, 1, 1, 2)),
-            "packed_seq_params.cu_seqlens_q_padded": torch.from_numpy(packed.cu_seqlens_padded),
-            "packed_seq_params.max_seqlen_q": total,
-            "packed_seq_params.local_cp_size": key.size,
-            "packed_seq_params.cp_group": key.group,
-            "packed_seq_params.qkv_format": "thd",
-            "padding_mask": None,
-        }
-
-    every = banks.keys
-    for source in every:
-        for target in every:
-            args, kwargs = derived_call(0, *call(source), source, target)
-            expected_args, expected = call(target)
-            assert args[0].shape == expected_args[0].shape
-            assert args[0].requires_grad
-            offsets = kwargs["packed_seq_params.cu_seqlens_q_padded"]
-            assert offsets[-1] == target.shape.max_packed_tokens
-            assert not any(offsets % target.shape.document_multiple)
-            for name, value in expected.items():
-                if isinstance(value, torch.Tensor):
-                    assert (kwargs[name].shape, kwargs[name].dtype) == (value.shape, value.dtype)
-                elif isinstance(value, tuple):
-                    assert [v.shape for v in kwargs[name]] == [v.shape for v in value]
-                else:
-                    assert kwargs[name] is value or kwargs[name] == value, (name, source, target)
-    with pytest.raises(ConfigError, match="Chunk 0 takes mask of shape"):
-        derived_call(0, (torch.ones(8, 1),), {"mask": torch.ones(32, 2)}, every[0], every[2])
-
-
-class _Attention(nn.Module):
-    """The used part of Megatron's attention; records the group of its RoPE."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.core_attention = nn.Identity()
-        self.pg_collection = SimpleNamespace(cp="the model's", tp="as it is")
-        self.seen: list[tuple[Any, Any]] = []
-
-    def forward(self, x: torch.Tensor, *, packed_seq_params: Any = None) -> torch.Tensor:
-        self.seen.append((self.pg_collection.cp, self.pg_collection.tp))
-        return x
-
-
-def test_attention_turns_with_the_group_of_the_call() -> None:
-    attention = _Attention()
-    model = nn.Sequential(attention)
-    own = attention.pg_collection
-    undo = follow_groups([model])
-    for group in ("of four", None, "of two", "of four"):
-        attention(torch.ones(1), packed_seq_params=SimpleNamespace(cp_group=group))
-    attention(torch.ones(1))
-    undo()
-    assert attention.pg_collection is own
-    attention(torch.ones(1), packed_seq_params=SimpleNamespace(cp_group="of four"))
-    groups = ["of four", "the model's", "of two", "of four", "the model's", "the model's"]
-    assert attention.seen == [(group, "as it is") for group in groups]
-    assert own.cp == "the model's"
 
 
 def test_the_announcements_of_a_step(groups: ContextGroups) -> None:

@@ -314,27 +314,6 @@ def test_a_release_whose_routers_know_no_padding_is_refused_by_name(
         _Model(one_rank, make_config, {})
 
 
-def test_detach_leaves_everything_as_it_was(one_rank: Any, make_config: Any) -> None:
-    from megatron.core.transformer.moe import router, token_dispatcher
-
-    gathering = token_dispatcher.MoEAllGatherTokenDispatcher
-
-    def state() -> list[Any]:
-        return [
-            router.apply_router_token_dropping,
-            router.topk_routing_with_score_function,
-            gathering.dispatch_postprocess,
-        ]
-
-    before = state()
-    model = _Model(one_rank, make_config, {})
-    assert not any(a is b for a, b in zip(state(), before, strict=True))
-    model.close()
-    assert all(a is b for a, b in zip(state(), before, strict=True))
-    for module in model.chunk.modules():
-        assert not (type(module).__name__ in ("MoELayer", "TopKRouter") and module._forward_hooks)
-
-
 def test_no_step_is_announced_while_one_runs_that_may_run_again(
     one_rank: Any, make_config: Callable[..., dict[str, Any]]
 ) -> None:

@@ -199,20 +199,3 @@ def test_equal_to_megatrons_own(
         actual = _rotated(inputs, table, group, **options)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert expected[1].any()
-
-
-def test_one_capture_serves_all_offsets_unfused(one_rank: Any) -> None:
-    backend = RecorderBackend()
-    pool = backend.new_pool("rope")
-    padded = {n: (o + [48] * 7)[:7] for n, o in _OFFSETS.items()}
-    static = torch.tensor(padded["one"], dtype=torch.int32)
-    inputs, group = _inputs(48), _group(1, 0)
-    with packed_rope(), backend.capture("rope", pool, ()) as graph:
-        actual = _rotated(inputs, static, group)
-    for name, offsets in padded.items():
-        static.copy_(torch.tensor(offsets, dtype=torch.int32))
-        graph.replay()
-        # Megatron's embedding must not see the table that the capture kept with its offsets.
-        expected = _rotated(inputs, static.clone(), group)
-        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), name
-    graph.release()
