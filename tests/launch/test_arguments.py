@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 from launch_arguments import arguments
 
-from chunkgraph.errors import ConfigError, PackingError
+from chunkgraph.errors import ConfigError
 from chunkgraph.launch import hooks
 from chunkgraph.launch.arguments import packing_options, settle_arguments
 from chunkgraph.launch.flags import GraphFlags, add_flags, read_flags
@@ -132,22 +132,6 @@ def _parsed(*arguments: str) -> Any:
     return read_flags(parser.parse_args(["--cuda-graph-granularity", "chunk", *arguments]))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "packing"),
-    [
-        ([], (0, None, ())),
-        (
-            ["--cuda-graph-max-packed-seqs", "--cuda-graph-packed-buckets", "0.25", "512"],
-            (50, None, (0.25, 512)),
-        ),
-    ],
-)
-def test_flags_of_packed_sequences(arguments: list[str], packing: tuple[Any, ...]) -> None:
-    flags = _parsed(*arguments)
-    found = flags.packing
-    assert (found.max_packed_seqs, found.max_packed_tokens, found.buckets) == packing
-
-
 def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | None:
     options = packing_options(flags.packing, args)
     return None if options is None else options.shape
@@ -170,21 +154,6 @@ def test_the_shape_of_packed_sequences() -> None:
     assert packed_shape(flags, args) == PackedShape(4, 12)
     args = arguments(**{**PACKED, "sft": False}, dataloader_inter_document_masking=True)
     assert settle_arguments(args, on_cpu=True) is not None
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"context_parallel_size": 2, "seq_length": 18}, "18, not a multiple of 4"),
-        ({"cuda_graph_packed_buckets": [99.0]}, "A bucket of 99.0: "),
-        ({"cuda_graph_max_packed_seqs": 1}, "max_packed_seqs is 1"),
-    ],
-)
-def test_impossible_shapes_are_errors_before_the_model_is_built(
-    changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(PackingError, match=message):
-        settle_arguments(arguments(**{**PACKED, **changes}), on_cpu=True)
 
 
 @pytest.mark.parametrize(
