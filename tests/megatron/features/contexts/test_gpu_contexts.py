@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from context_sizes import check_sizes
-from packed_cases import GPU_MODEL
+from packed_cases import EXPERTS, GPU_MODEL, LATENT
 from training_needs import NEEDS_ENGINE
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300), NEEDS_ENGINE]
@@ -76,46 +76,18 @@ def run_sizes(run_equal: Callable[..., Any]) -> Callable[..., dict[str, dict[str
     return run
 
 
-# Keys as wide as values, so that attention needs no padding of heads.
-_LATENT = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 64,
-    "qk_head_dim": 32,
-    "qk_pos_emb_head_dim": 32,
-    "v_head_dim": 64,
-}
-_EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 128,
-    "moe_expert_capacity_factor": 2.0,
-    "moe_aux_loss_coeff": 0.01,
-    "moe_z_loss_coeff": 0.001,
-}
-
-
-@pytest.mark.multigpu
-def test_a_hundred_steps(
-    run_sizes: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
-) -> None:
-    """All values are finite, and there is one capture."""
-    small = {"model": {"num_layers": 2}, "data_parallel_size": 2, "num_steps": 100}
-    cases = {
-        "dense": make_case([1, 2], capture={"scope": "chunk"}, **small),
-        "latent_experts": make_case([1, 2], moe=_EXPERTS, options=_LATENT, **small),
-    }
-    run_sizes(cases, 2)
+_EXPERTS = {**EXPERTS, "moe_ffn_hidden_size": 128, "moe_expert_capacity_factor": 2.0}
 
 
 @pytest.mark.multigpu
 def test_latent_attention_and_experts(
     run_sizes: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
 ) -> None:
-    """Experts on several ranks, both position embeddings, and a size without graphs."""
+    """Experts on one and several ranks, both position embeddings, and a size without graphs."""
     small = {"model": {"num_layers": 2}, "data_parallel_size": 2, "num_steps": 9}
-    unfused = {**_LATENT, "apply_rope_fusion": False}
+    unfused = {**LATENT, "apply_rope_fusion": False}
     cases = {
+        "latent_experts": make_case([1, 2], moe=_EXPERTS, options=LATENT, **small),
         "ep2": make_case(
             [1, 2],
             moe={**_EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss"},
@@ -123,7 +95,7 @@ def test_latent_attention_and_experts(
             capture={"scope": "chunk", "verify": "poison"},
             **small,
         ),
-        "limited": make_case([1, 2], captured=(2,), options=_LATENT, **small),
+        "limited": make_case([1, 2], captured=(2,), options=LATENT, **small),
         "unfused": make_case([1, 2], options=unfused, capture={"scope": "chunk"}, **small),
     }
     run_sizes(cases, 2)
