@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from context_sizes import check_sizes
+from context_sizes import check_sizes, packing_of
 from expert_cases import EXPERTS
-from packed_cases import HAS_LATENT, SMALL_LATENT
+from packed_cases import HAS_LATENT, SMALL_LATENT, cpu_case
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
@@ -26,39 +26,19 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
         counts: list[int],
         sizes: list[int],
         *,
+        model: dict[str, Any] | None = None,
         schedule: str = "random",
         captured: tuple[int, ...] = (),
         seq_buckets: tuple[int, ...] = (),
-        model: dict[str, Any] | None = None,
-        capture: dict[str, Any] | None = None,
-        train: dict[str, Any] | None = None,
-        moe: dict[str, Any] | None = None,
-        options: dict[str, Any] | None = None,
-        **pipeline: Any,
+        **more: Any,
     ) -> dict[str, Any]:
-        return {
-            "transformer_options": options or {},
-            "config": make_config(
-                model={
-                    "layer_spec": "user_specs:packed_contexts",
-                    "num_layers": 2,
-                    **(model or {}),
-                },
-                pipeline=pipeline,
-                train={"num_microbatches": counts, "micro_batch_size": 1, **(train or {})},
-                data={"path": str(path)},
-                packing={
-                    "max_packed_seqs": 8,
-                    "max_packed_tokens": _ROWS,
-                    "context_parallel_sizes": sizes,
-                    "context_parallel_schedule": schedule,
-                    "captured_context_parallel_sizes": list(captured),
-                    "seq_buckets": list(seq_buckets),
-                },
-                capture=capture or {},
-                moe=moe or {},
-            ),
-        }
+        packing = packing_of(
+            sizes, _ROWS, schedule=schedule, captured=captured, seq_buckets=seq_buckets
+        )
+        model = {"layer_spec": "user_specs:packed_contexts", **(model or {})}
+        return cpu_case(
+            path, make_config, "attention", counts, model=model, packing=packing, **more
+        )
 
     return make
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from context_sizes import check_sizes
-from packed_cases import EXPERTS, GPU_MODEL, LATENT
+from context_sizes import check_sizes, packing_of
+from packed_cases import EXPERTS, LATENT, gpu_case
 from training_needs import NEEDS_ENGINE
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300), NEEDS_ENGINE]
@@ -32,33 +32,19 @@ def make_case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
         captured: tuple[int, ...] = (),
         seq_buckets: tuple[int, ...] = (),
         num_steps: int = _STEPS,
-        capture: dict[str, Any] | None = None,
-        options: dict[str, Any] | None = None,
-        model: dict[str, Any] | None = None,
-        moe: dict[str, Any] | None = None,
-        **pipeline: Any,
+        **more: Any,
     ) -> dict[str, Any]:
-        config = make_config(
-            model={**GPU_MODEL, "seq_length": _ROWS, **(model or {})},
-            pipeline=pipeline,
-            train={
-                "num_microbatches": [counts[i % len(counts)] for i in range(num_steps)],
-                "micro_batch_size": 1,
-                "lr": 2e-5,
-            },
-            packing={
-                "max_packed_seqs": 8,
-                "max_packed_tokens": _ROWS,
-                "context_parallel_sizes": sizes,
-                "context_parallel_schedule": schedule,
-                "captured_context_parallel_sizes": list(captured),
-                "seq_buckets": list(seq_buckets),
-            },
-            capture=capture or {},
-            moe=moe or {},
-            run={"timeout_s": 100},
+        return gpu_case(
+            None,
+            make_config,
+            "attention",
+            [counts[i % len(counts)] for i in range(num_steps)],
+            train={"lr": 2e-5, "deterministic": False},
+            packing=packing_of(
+                sizes, _ROWS, schedule=schedule, captured=captured, seq_buckets=seq_buckets
+            ),
+            **more,
         )
-        return {"config": {**config, "device": "cuda"}, "transformer_options": options or {}}
 
     return make
 

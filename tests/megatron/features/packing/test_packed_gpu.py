@@ -75,7 +75,8 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
     ) -> dict[str, Any]:
         packing = {"max_packed_seqs": 9, **packing}
         more: dict[str, Any] = {"packing": packing, "capture": capture, "options": options}
-        return gpu_case(text, make_config, "attention", counts, deterministic=False, **more)
+        train = {"deterministic": False}
+        return gpu_case(text, make_config, "attention", counts, train=train, **more)
 
     return make
 
