@@ -28,7 +28,6 @@ import packed_probe
 import receive_probe
 import rl_frameworks
 import rl_probe
-import schedule_probe
 import unpadded_probe
 from extended_config import extended
 from gathering import uneven_collectives
@@ -42,7 +41,7 @@ from chunkgraph.trainer.batches import Batch, PackedBatches
 from chunkgraph.trainer.compare import TrainingRun, run_eager, train
 from chunkgraph.trainer.setup import training_process
 
-_WITH_EAGER: dict[str, Any] = {"receive": receive_probe, "schedule": schedule_probe}
+_WITH_EAGER: dict[str, Any] = {"receive": receive_probe}
 _PROBES: dict[str, Any] = {
     "packed": packed_probe,
     "unpadded": unpadded_probe,

@@ -47,21 +47,6 @@ def test_weight_gradients_in_w_equal_those_of_whole_backwards(
     )
 
 
-@pytest.mark.parametrize("spec", ["delaying", "fusing"])
-def test_a_schedule_drives_eager_layers_that_delay(
-    run_cases: Callable[..., Any], make_config: Callable[..., Any], spec: str
-) -> None:
-    config = make_config(
-        model={"layer_spec": f"delayed_layers:{spec}", "hidden_dropout": 0.1},
-        pipeline={"pipeline_model_parallel_size": 2, "schedule": "zb-h1"},
-        train={"num_microbatches": [2, 3, 1, 4], "overlap_grad_reduce": True},
-        capture={"enabled": False},
-    )
-    result = run_cases({"eager": {"config": config}}, 2)["eager"]
-    assert all(step["different"] == [] for step in result["steps"])
-    assert result["different_parameters"] == {}
-
-
 class _Layer(nn.Module):
     """The part of a Transformer Engine layer that its store of weight gradients needs."""
 

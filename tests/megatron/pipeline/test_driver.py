@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -28,59 +29,48 @@ def _case(
     train: dict[str, Any] | None = None,
     **sections: Any,
 ) -> dict[str, Any]:
-    return {
-        "probe": "schedule",
-        "schedule": schedule,
-        "config": make_config(
-            pipeline=pipeline,
-            train={"num_microbatches": counts, "micro_batch_size": 2, **(train or {})},
-            **sections,
-        ),
-    }
-
-
-def _check(results: dict[str, dict[str, Any]]) -> None:
-    for name, result in results.items():
-        for actual, expected in (*result["losses"], *result["grad_norms"]):
-            assert actual == expected, name
-        assert result["different"] == [], name
-        assert len({loss for loss, _ in result["losses"]}) == len(result["losses"]), name
+    config = make_config(
+        pipeline={**pipeline, "schedule": schedule},
+        train={"num_microbatches": counts, "micro_batch_size": 2, **(train or {})},
+        **sections,
+    )
+    return {"config": config}
 
 
 @pytest.mark.slow
 @pytest.mark.every_release
 def test_eager_steps_equal_megatrons_functions(
-    run_cases: Callable[..., Any], make_config: Callable[..., Any]
+    run_cases: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
 ) -> None:
+    """Also layers that delay their weight gradients."""
     overlap = {"overlap_grad_reduce": True}
-    _check(
-        run_cases(
-            {
-                "1f1b": _case(make_config, "1f1b", PP2, [1, 2, 5, 3], model=DROPOUT),
-                "tied": _case(
-                    make_config,
-                    "1f1b",
-                    PP2,
-                    [2, 3],
-                    model={"untie_embeddings_and_output_weights": False},
-                ),
-                "interleaved": _case(make_config, "interleaved", VPP2, [2, 4, 6], model=DROPOUT),
-                "overlap": _case(make_config, "1f1b", PP2, [3, 4], overlap),
-                "interleaved_overlap": _case(make_config, "interleaved", VPP2, [4, 2], overlap),
-            },
-            2,
-        )
-    )
+    tied = {"untie_embeddings_and_output_weights": False}
+
+    def case(*args: Any, **sections: Any) -> dict[str, Any]:
+        return _case(make_config, *args, **sections, capture={"enabled": False})
+
+    def delayed(kind: str) -> dict[str, Any]:
+        model = {**DROPOUT, "layer_spec": f"delayed_layers:{kind}"}
+        return case("zb-h1", PP2, [2, 3, 1, 4], overlap, model=model)
+
+    cases = {
+        "1f1b": case("1f1b", PP2, [1, 2, 5, 3], model=DROPOUT),
+        "tied": case("1f1b", PP2, [2, 3], model=tied),
+        "interleaved": case("interleaved", VPP2, [2, 4, 6], model=DROPOUT),
+        "overlap": case("1f1b", PP2, [3, 4], overlap),
+        "interleaved_overlap": case("interleaved", VPP2, [4, 2], overlap),
+        **once({kind: delayed(kind) for kind in ("delaying", "fusing")}),
+    }
+    for name, result in run_cases(cases, 2).items():
+        assert all(step["different"] == [] for step in result["steps"]), name
+        assert result["different_parameters"] == {}, name
+        assert len({step["loss"] for step in result["steps"]}) == len(result["steps"]), name
 
 
 def test_zero_bubble_on_graphs_equals_megatrons_1f1b(
     run_equal: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:
-
-    def case(schedule: str, pipeline: dict[str, Any], counts: list[int], **more: Any) -> Any:
-        case = _case(make_config, schedule, {**pipeline, "schedule": schedule}, counts, **more)
-        return {"config": case["config"]}
-
+    case = functools.partial(_case, make_config)
     results = run_equal(
         {
             "1f1b": case("1f1b", PP2, [2, 5, 1, 3]),
