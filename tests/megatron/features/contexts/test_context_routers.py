@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.features.contexts import follow_groups
 from chunkgraph.megatron.features.contexts.feature import _follows
 
 # No `megatron` marker: `test_context_training` has whole jobs.
@@ -112,20 +112,3 @@ def test_routers_that_would_count_over_others_are_refused() -> None:
     assert not _follows(chunks, _Groups())  # type: ignore[arg-type]
     undo()
     assert not _follows(chunks, groups)  # type: ignore[arg-type]
-
-
-def test_groups_of_routers_belong_to_those_of_microbatches(one_rank: Any) -> None:
-    import torch.distributed as dist
-
-    world = dist.group.WORLD
-    alone = ContextGroups([0], {1: world}, {})
-    assert alone.of_routers(None) is alone.of_routers(world) is None
-    without = ContextGroups([0], {1: world})
-    with pytest.raises(TopologyError, match=r"rank 0: .* ranks \[0\] has no group of routers"):
-        without.of_routers(world)
-    other = dist.new_group([0])
-    with pytest.raises(TopologyError, match=r"ranks \[0\] is none of those that follow_groups"):
-        alone.of_routers(other)
-    dist.destroy_process_group(other)
-    assert ContextGroups.create([[0]], [1]).for_routers is None
-    assert ContextGroups.of_data_parallel([1], has_experts=True).for_routers is None

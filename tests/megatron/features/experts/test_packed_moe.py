@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,15 +53,6 @@ _CASES: dict[str, dict[str, Any]] = {
     "dropless_sharded": {**_BIASED, "moe_expert_capacity_factor": None},
 }
 _OPTIONS = {"by_position": {"moe_token_drop_policy": "position"}}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread, since more slow down tensors this small."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(autouse=True)

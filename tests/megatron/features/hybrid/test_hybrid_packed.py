@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,9 @@ from extended_config import config_from_mapping
 from in_process import attach
 from packed_cases import SMALL_HYBRID
 from packed_flights import differing, packed_batch, run_eager, run_flight
-from refused import refused
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.features.contexts.feature import Contexts
 from chunkgraph.megatron.features.hybrid import (
-    Hybrid,
     rows_after_documents,
 )
 from chunkgraph.packing import PackedShape, pack
@@ -181,15 +177,6 @@ def test_what_cannot_be_captured_is_named(chunks: list[Any], change: Any, messag
     with pytest.raises(ConfigError, match=message):
         attach(chunks, packing=_SHAPE)
     assert "forward" not in chunks[0].module.decoder.__dict__
-
-
-def test_sizes_that_change_are_refused(chunks: list[Any]) -> None:
-    facts = Hybrid.facts(SimpleNamespace(chunks=chunks))  # type: ignore[arg-type]
-    config = vars(chunks[0].module.config)
-    rules = (*Hybrid.rules, *Contexts.rules)
-    (refusal,) = refused(rules, config, **facts, context_parallel_sizes=(1, 2))
-    assert "packing=PackedBanks.of_limits(...) with hybrid model: a Mamba mixer" in refusal
-    assert refused(rules, {**config, "context_parallel_size": 2}, **facts) == []
 
 
 # Mamba layers clear the rows after packed documents.
