@@ -34,7 +34,9 @@ def _inputs(requires_grad: bool = True) -> dict[str, Any]:
 
 
 def _of_the_model(chunk: nn.Module) -> list[Any]:
-    """Return the parts of the model that attaching changes."""
+    """Return the parts of the model and of Megatron that attaching changes."""
+    from megatron.core.transformer.moe import router
+
     objects: list[Any] = []
     for module in chunk.modules():
         objects += [module, getattr(module, "token_dispatcher", None)]
@@ -43,7 +45,7 @@ def _of_the_model(chunk: nn.Module) -> list[Any]:
         (sorted(vars(one)), [len(vars(one).get(name, ())) for name in hooks])
         for one in objects
         if one is not None
-    ] + [torch.distributed.destroy_process_group]
+    ] + [torch.distributed.destroy_process_group, router.apply_router_token_dropping]
 
 
 @pytest.mark.parametrize(

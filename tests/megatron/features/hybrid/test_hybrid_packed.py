@@ -35,24 +35,14 @@ _PACKINGS: list[Packings] = [
 
 
 @pytest.fixture
-def pattern() -> str:
-    return "M*M-"
-
-
-@pytest.fixture
-def spec() -> str:
-    return "packed"
-
-
-@pytest.fixture
-def chunks(one_rank: Any, make_config: Any, spec: str, pattern: str) -> list[Any]:
+def chunks(one_rank: Any, make_config: Any) -> list[Any]:
     """Make a hybrid model whose backward reads the starts of documents, as kernels on a GPU do."""
     config = config_from_mapping(
         make_config(
             model={
-                "layer_spec": f"mamba_stand_in:{spec}",
-                "hybrid_layer_pattern": pattern,
-                "num_layers": len(pattern),
+                "layer_spec": "mamba_stand_in:packed",
+                "hybrid_layer_pattern": "M*M-",
+                "num_layers": 4,
                 **SMALL_HYBRID,
             },
             train={"micro_batch_size": 1},
