@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from user_specs import (
     ContextCore,
@@ -80,33 +79,6 @@ def split_experts() -> Any:
 def static_experts() -> Any:
     """Return `experts` with `StaticContextCore`."""
     return _split_layer(_with_core(StaticContextCore, num_experts=4))
-
-
-class _WithOwnGroup(TopKRouter):
-    """Wrong on purpose: always counts tokens over its group from Megatron."""
-
-    @property
-    def tp_cp_group(self) -> Any:
-        """Return Megatron's group."""
-        return parallel_state.get_tensor_and_context_parallel_group()
-
-    @tp_cp_group.setter
-    def tp_cp_group(self, group: Any) -> None:
-        pass
-
-
-class _LayerWithOwnGroup(TransformerLayer):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        assert type(self.mlp.router) is TopKRouter
-        self.mlp.router.__class__ = _WithOwnGroup
-
-
-def experts_with_own_group() -> Any:
-    """Return `experts` with routers that ignore the group of the microbatch."""
-    spec = packed_contexts_experts()
-    spec.module = _LayerWithOwnGroup
-    return _split_layer(spec)
 
 
 class _FaultyCore(ContextCore):

@@ -165,13 +165,9 @@ def test_experts_and_tensor_parallelism(run_equal: Callable[..., Any], make_case
         model = {"num_layers": 1, "swiglu": True, "normalization": "LayerNorm"}
         return {"model": {**model, "layer_spec": f"context_specs:{spec}"}}
 
-    two, own, static = (
+    two, static = (
         make_case([1, 1], [2], moe=_EXPERTS, **of(spec), **dp2)
-        for spec in (
-            "experts",
-            "experts_with_own_group",
-            "static_experts",
-        )
+        for spec in ("experts", "static_experts")
     )
     static["config"] |= {
         "pipeline": {"context_parallel_size": 2, **tp2},
@@ -194,20 +190,12 @@ def test_experts_and_tensor_parallelism(run_equal: Callable[..., Any], make_case
         ),
         "two": two,
         "static": static,
-        "own": own,
     }
     results = run_equal(cases, 4)
     check("random", results["random"], cases["random"])
     assert all(len(step["expert_metrics"]) == 2 for step in results["random"]["steps"])
     # Megatron averages metrics over data-parallel ranks; here they are sums.
-    copies = {"two": 2, "own": 2, "static": 1}
-    numbers = {name: _numbers(r, copies[name]) for name, r in results.items() if name in copies}
-    if numbers:
-        assert numbers["two"] == numbers["static"]
-        assert numbers["own"][0][0] == numbers["static"][0][0]  # before any gradient
-        for step, expected in zip(numbers["own"], numbers["static"], strict=True):
-            assert step[1:] != expected[1:]
-        assert numbers["own"][1][0] != numbers["static"][1][0]
+    assert _numbers(results["two"], 2) == _numbers(results["static"], 1)
 
 
 def _numbers(result: dict[str, Any], num_copies: int) -> list[tuple[Any, ...]]:
