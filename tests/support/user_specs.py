@@ -37,24 +37,6 @@ def watchful_where_faulty() -> Any:
     return _with_layer(WatchfulWhereFaulty)
 
 
-class CountingLayer(TransformerLayer):
-    """Uses a counter in Python, so that a replay differs from an eager pass."""
-
-    num_calls = 0
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output, scaled from the fourth call of the last rank's last layer on."""
-        hidden, context = super().forward(*args, **kwargs)
-        self.num_calls += 1
-        is_last = self.layer_number == self.config.num_layers
-        return (hidden * 2 if is_last and self.num_calls > 6 else hidden), context
-
-
-def counting() -> Any:
-    """Return the local spec with `CountingLayer`."""
-    return _with_layer(CountingLayer)
-
-
 class LatentCore(nn.Module):
     """Attention with another width of values, which Megatron's local attention lacks."""
 
