@@ -13,7 +13,6 @@ from in_process import Trained, detach_all
 from training_needs import NEEDS_ENGINE
 
 from chunkgraph.engine import CaptureOptions
-from chunkgraph.megatron.attachment import attach
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(200)]
 
@@ -33,24 +32,6 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     yield calls
     assert dist.destroy_process_group is destroy_process_group
     assert dist.distributed_c10d.destroy_process_group is destroy_process_group
-
-
-def test_graphs_are_detached_before_the_groups_end(chunks: list[Any], ended: list[Any]) -> None:
-    graphs = attach(chunks)
-    diverted = [m for chunk in chunks for m in chunk.modules() if "forward" in m.__dict__]
-    assert diverted
-    group = object()
-    dist.destroy_process_group(group)  # type: ignore[arg-type]
-    assert ended == [group]
-    assert all("forward" in module.__dict__ for module in diverted)
-    seen: list[bool] = []
-    graphs.engine.release = lambda: seen.append(None in ended)  # type: ignore[method-assign]
-    dist.destroy_process_group()
-    assert seen == [False]  # released before any group ended
-    assert ended[-1] is None
-    assert not any("forward" in module.__dict__ for module in diverted)
-    graphs.detach()
-    assert len(seen) == 2
 
 
 _ON_A_GPU = {"layer_spec": "transformer_engine", "hidden_size": 64, "params_dtype": "bfloat16"}
