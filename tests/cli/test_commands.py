@@ -29,11 +29,6 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{WORKERS}{os.pathsep}{ROOT}", "COLUMNS": "80"}
 
 
-def chunkgraph(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does."""
-    return finished([sys.executable, "-m", "chunkgraph.cli", *arguments], environment())
-
-
 def train(behaviour: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """``chunkgraph train`` with a stand-in of a chosen behaviour; see ``driver.py``."""
     driver = str(WORKERS / "driver.py")
@@ -41,11 +36,10 @@ def train(behaviour: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_and_version() -> None:
-    result = chunkgraph("--help")
-    assert result.returncode == 0
-    assert "plan" in result.stdout
-    assert "train" in result.stdout
-    assert chunkgraph("--version").stdout == "chunkgraph 0.1.0\n"
+    printed = output_of_python("-m", "chunkgraph.cli", "--help")
+    assert "plan" in printed
+    assert "train" in printed
+    assert output_of_python("-m", "chunkgraph.cli", "--version") == "chunkgraph 0.1.0\n"
 
 
 @pytest.mark.parametrize(

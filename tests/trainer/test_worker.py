@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_jobs import wait_for_ranks
 
 from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.setup import choose_device
@@ -65,12 +64,13 @@ def test_ranks_share_a_gpu_only_where_nccl_lets_them(
 
 @pytest.mark.megatron
 def test_ranks_with_other_settings_end_before_the_model_is_built(
-    make_config: MakeConfig, start_ranks: Any, free_port: Callable[[], int], tmp_path: Path
+    make_config: MakeConfig, run_script: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Both ranks name the setting, a rank and both values."""
     config = make_config(pipeline={"pipeline_model_parallel_size": 2})
     (tmp_path / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
-    (tmp_path / "program.py").write_text(
+    program = tmp_path / "program.py"
+    program.write_text(
         "import os, sys\n"
         "from chunkgraph.cli.__main__ import main\n"
         f"arguments = ['train', {str(tmp_path / 'config.yaml')!r}, '--debug']\n"
@@ -78,10 +78,7 @@ def test_ranks_with_other_settings_end_before_the_model_is_built(
         "sys.exit(main([*arguments, *other]))\n",
         encoding="utf-8",
     )
-    program = [str(tmp_path / "program.py")]
-    ranks = start_ranks(program, 2, tmp_path, free_port(), "core", TORCHDYNAMO_DISABLE="1")
-    codes = wait_for_ranks(ranks, 60.0)
-    for rank in range(2):
-        text = (tmp_path / f"log{rank}.txt").read_text(encoding="utf-8")
-        assert codes[rank] == 2, text
-        assert "\n  train.seed: 99 on rank 1, 1234 on rank 0\n" in text, text
+    codes, output = run_script(program, timeout_s=60.0)
+    assert codes == [2, 2], output
+    # In the traceback and in the message of each rank.
+    assert output.count("\n  train.seed: 99 on rank 1, 1234 on rank 0\n") == 4, output
