@@ -13,7 +13,7 @@ from chunkgraph.engine import StepMode
 from chunkgraph.megatron import receive
 from chunkgraph.megatron.core.p2p import Direction
 from chunkgraph.megatron.pipeline.choice import PipelinePlace
-from chunkgraph.megatron.receive import SlotReceiver
+from chunkgraph.megatron.receive import ReceiveOrder, SlotReceiver
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
 
@@ -171,6 +171,21 @@ def test_groups_larger_than_the_pipeline(
             for step, count in zip(_replayed(result), counts[1:], strict=True):
                 assert step["in_place"] + step["copied"] == 3 * count, name
                 assert step["in_place"] > 0, name
+
+
+def test_order_of_receives() -> None:
+    def order(rank: int, num_microbatches: int, num_chunks: int = 2) -> ReceiveOrder:
+        place = PipelinePlace(rank, rank, 2, num_chunks, 2)
+        return ReceiveOrder.of_megatron(place, num_microbatches)
+
+    assert order(0, 3, 1) == ReceiveOrder(forward=(), backward=(0, 0, 0), num_before=())
+    assert order(1, 3, 1) == ReceiveOrder(forward=(0, 0, 0), backward=(), num_before=(0, 1, 2))
+    assert order(0, 4) == ReceiveOrder(
+        forward=(1, 1, 1, 1), backward=(1, 1, 0, 0, 1, 1, 0, 0), num_before=(2, 3, 6, 7)
+    )
+    assert order(1, 4) == ReceiveOrder(
+        forward=(0, 0, 1, 1, 0, 0, 1, 1), backward=(0, 0, 0, 0), num_before=tuple(range(8))
+    )
 
 
 class _Engine:
