@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import nn
@@ -121,3 +123,29 @@ def test_a_step_of_another_kind_is_refused(keywords: dict[str, Any], match: str)
             pg_collection=SimpleNamespace(),
             **keywords,
         )
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_groups_with_transfers_that_may_be_pending_are_not_destroyed(
+    error: type[Exception] | None,
+) -> None:
+    step = mock.Mock(message_bytes=4)
+    step.run.side_effect = error
+    driver = ScheduleDriver(
+        lambda count: build_schedule("1f1b", num_ranks=2, num_microbatches=count), 0
+    )
+    with mock.patch.multiple(
+        "chunkgraph.megatron.pipeline.driver",
+        TransferGroups=mock.DEFAULT,
+        _Step=mock.Mock(return_value=step, message_bytes=4),
+    ) as patched:
+        with pytest.raises(error) if error else nullcontext():
+            driver(
+                model=nn.Linear(2, 2),
+                data_iterator=iter(()),
+                forward_step_func=max,
+                num_microbatches=2,
+                pg_collection=SimpleNamespace(pp=None),
+            )
+        driver.close()
+    assert patched["TransferGroups"].return_value.close.called is (error is None)
