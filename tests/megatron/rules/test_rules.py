@@ -40,16 +40,6 @@ def _through_hybridep(moe: dict[str, Any], **sections: Any) -> Config:
     return _config({**_HYBRIDEP, **moe}, model, **sections)
 
 
-@pytest.mark.parametrize("captures", [True, False])
-def test_experts_take_what_comes_without_a_capacity(captures: bool) -> None:
-    pipeline = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
-    sections: Any = {"pipeline": pipeline, "capture": {"enabled": captures}, "device": "cpu"}
-    dropless = _config({"num_moe_experts": 8}, **sections)
-    assert "moe_pad_expert_input_to_capacity" not in derived_fields(dropless)
-    fixed = _config(_EXPERTS, **sections)
-    assert derived_fields(fixed)["moe_pad_expert_input_to_capacity"]
-
-
 def test_what_megatron_needs_follows_from_the_settings() -> None:
     one = derived_fields(_config({**_EXPERTS, "moe_router_topk": 1}))
     assert one["moe_router_pre_softmax"]
@@ -72,15 +62,6 @@ def test_a_gpu_multiplies_only_bfloat16_without_a_capacity() -> None:
         ConfigError, match=r"params_dtype is float32 with .*_factor=null: the group"
     ):
         config.replace(device="cuda")
-
-
-def test_experts_are_off_until_their_number_is_set() -> None:
-    assert _config({"moe_expert_capacity_factor": 0.1}).moe.num_moe_experts is None
-    assert _config(_EXPERTS).moe.moe_router_topk == 2
-    assert _config(
-        {**_EXPERTS, "moe_expert_capacity_factor": 0.5, "token_drops": "count"},
-        pipeline={"data_parallel_size": 4, "expert_model_parallel_size": 2},
-    )
 
 
 def test_settings_that_cannot_be_are_named() -> None:
@@ -178,20 +159,6 @@ def _hybrid(
             **sections,
         }
     )
-
-
-@pytest.mark.parametrize(
-    ("pattern", "pp", "vpp"),
-    [
-        ("M-M*M-", 1, None),
-        ("M-M*M-", 2, None),
-        ("M|-M*M-", 2, None),
-        ("M|-|M*|M-", 2, 2),
-        ("*-*-*-", 3, None),
-    ],
-)
-def test_patterns(pattern: str, pp: int, vpp: int | None) -> None:
-    assert _hybrid(pattern, pp, vpp).model.hybrid_layer_pattern == pattern
 
 
 @pytest.mark.parametrize(
