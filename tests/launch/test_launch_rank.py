@@ -160,7 +160,7 @@ def test_numbers_are_written_before_a_checkpoint(monkeypatch: pytest.MonkeyPatch
     from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
 
     done: list[Any] = []
-    tensorboard = SimpleNamespace(add_scalar=lambda *args: done.append(args))
+    tensorboard = SimpleNamespace(add_scalar=lambda *args: done.append(args), flush=lambda: None)
     hooks: Any = SimpleNamespace(flags=True, training=lambda *_: contextlib.nullcontext())
     with cpu_pretrain_host():
         from megatron.training import training
