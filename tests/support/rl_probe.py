@@ -10,10 +10,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from gathering import of_ranks
+from groups_end_probe import make_anew
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -204,6 +206,8 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
             loop.exchange_no_shapes()
         for number in range(case["num_cycles"]):
             loop.cycle(number)
+            if "store" in case:
+                make_anew(config, Path(case["store"]) / f"{has_graphs} {number}")
         state = [p.detach().clone() for c in loop.model.chunks for p in c.parameters()]
         runs.append((loop.results + state, loop))
         if has_graphs:
