@@ -82,6 +82,18 @@ def test_only_graphs_with_collectives_are_captured_again_for_new_groups(
         assert (rank["forward_replayed"], rank["eager_calls"]) == (4, 0)
 
 
+def test_no_rank_waits_for_ever_for_one_that_failed_in_the_middle_of_a_step(
+    run_to_its_end: Callable[..., Any], make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The rank that failed goes on living, as those of frameworks that catch errors do."""
+    case = case_of(make_config, 2, None)
+    case["config"]["run"] = {"timeout_s": 6}
+    codes, messages = run_to_its_end({**case, "store": str(tmp_path)})
+    assert codes == [2, 1]
+    assert "rows on this rank, but" in messages[0]
+    assert "Rank 1 stopped because another rank ended or did not answer in time" in messages[1]
+
+
 @NEEDS_ENGINE
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
