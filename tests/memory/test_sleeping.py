@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -12,16 +14,18 @@ from toys import Tower, add_to_main_grads, all_equal, sample
 import chunkgraph
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.errors import ConfigError, SlotError
-from chunkgraph.graphs import CUDABackend, RecorderBackend
+from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
 from chunkgraph.memory.sleeping import sleeping_memory
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def built(device: str, *, sleeps: bool) -> tuple[torch.nn.Module, list[sleeping_memory]]:
+def built(
+    device: str, *, sleeps: bool, backend: GraphBackend | None = None
+) -> tuple[torch.nn.Module, list[sleeping_memory]]:
     """Return a module with main gradients, and the memory of both."""
     where = torch.device(device)
-    backend = (CUDABackend if device == "cuda" else RecorderBackend)(can_sleep=True)
+    backend = backend or (CUDABackend if device == "cuda" else RecorderBackend)(can_sleep=True)
     weights = sleeping_memory("weights", backup="host", backend=backend)
     gradients = sleeping_memory("gradients", backend=backend)
     torch.manual_seed(3)
@@ -80,11 +84,14 @@ def trained(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("moves", ["refuse", "recapture"])
 def test_all_memory_sleeps_between_all_steps(device: str, moves: Any) -> None:
+    """Whether graphs have a backend of their own or that of the memory."""
     options = CaptureOptions(can_sleep=True, on_moved_memory=moves)
     module, _ = built(device, sleeps=False)
     expected = trained(ChunkGraphs(module, 1, options=options), [], eager=True)
-    module, memories = built(device, sleeps=True)
-    graphs = ChunkGraphs(module, 1, options=options)
+    shared = (CUDABackend if device == "cuda" else RecorderBackend)(can_sleep=True)
+    backend = None if moves == "refuse" else shared
+    module, memories = built(device, sleeps=True, backend=backend)
+    graphs = ChunkGraphs(module, 1, options=options, backend=backend)
     assert all_equal(trained(graphs, memories, eager=False), expected)
     assert graphs.counters.replays == 5
     assert graphs.forward_only.counters.replays == 5
@@ -212,6 +219,20 @@ def test_nothing_is_allocated_in_memory_that_sleeps() -> None:
     memory.sleep()
     memory.wake()
     assert all_equal([x, y], [torch.arange(9)] * 2)
+
+
+def test_memory_that_is_dropped_asleep_goes_with_its_tensors() -> None:
+    module, [weights, _] = built("cpu", sleeps=True)
+    gone, graphs = weakref.ref(weights), ChunkGraphs(Tower(), 1)
+    weights.sleep()
+    del weights, _
+    for is_alive in (True, False):
+        with graphs.step(1):
+            graphs.callables[0](torch.randn(4, 8)).sum().backward()
+        gc.collect()
+        assert (gone() is not None) is is_alive
+        module = None  # type: ignore[assignment]
+        gc.collect()
 
 
 @pytest.mark.parametrize("context", [torch.inference_mode(), torch.device("meta")])

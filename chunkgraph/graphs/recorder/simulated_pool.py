@@ -34,11 +34,15 @@ class SimulatedPool(Pool):
     Args:
         label: Name of the pool in errors.
         take_segment: Callback with the bytes of segments before they are allocated, or wake.
+
+    Attributes:
+        is_of_caller: Whether it has served a caller, whose tensors are to graphs as any others.
     """
 
     def __init__(self, label: str, take_segment: Callable[[int], object] = lambda _: None) -> None:
         self.label = label
         self.device = torch.device("cpu")
+        self.is_of_caller = False
         self._take_segment = take_segment
         self._segments: list[tuple[int, np.ndarray]] = []
         self._free: list[tuple[int, int]] = []  # (num_bytes, start), sorted: best fit first
@@ -76,6 +80,7 @@ class SimulatedPool(Pool):
     @contextmanager
     def serving_this_thread(self) -> Iterator[None]:
         """See `Pool`; results of operators are moved here."""
+        self.is_of_caller = True
         with _Moving(self):
             yield
 
