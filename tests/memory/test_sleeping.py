@@ -222,16 +222,16 @@ def test_nothing_is_allocated_in_memory_that_sleeps() -> None:
 
 
 def test_memory_that_is_dropped_asleep_goes_with_its_tensors() -> None:
-    module, [weights, _] = built("cpu", sleeps=True)
-    gone, graphs = weakref.ref(weights), ChunkGraphs(Tower(), 1)
+    module, (weights, _) = built("cpu", sleeps=True)
+    kept, gone, graphs = [module], weakref.ref(weights), ChunkGraphs(Tower(), 1)
     weights.sleep()
-    del weights, _
+    del module, weights, _
     for is_alive in (True, False):
         with graphs.step(1):
             graphs.callables[0](torch.randn(4, 8)).sum().backward()
         gc.collect()
         assert (gone() is not None) is is_alive
-        module = None  # type: ignore[assignment]
+        kept.clear()
         gc.collect()
 
 
