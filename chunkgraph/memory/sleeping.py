@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -118,6 +119,35 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
             pools.wake([self.pool], self._backend, self.label)
             self._copy(to_host=False)
             _asleep.discard(self)
+
+    def follow(self, owner: Any, load: str, offload: str) -> None:
+        """Hold what a framework loads, and sleep once it has offloaded all of that.
+
+        Its parameters and gradients then come back at their addresses, so nothing is captured again
+        for them. Where loading puts them elsewhere at first, it does not later.
+
+        Args:
+            owner: A module, class or object.
+            load: Name of its function that allocates on the device.
+            offload: Name of its function that frees that memory, having copied it.
+        """
+        loads, offloads = getattr(owner, load), getattr(owner, offload)
+
+        @functools.wraps(loads)
+        def loaded(*args: Any, **kwargs: Any) -> Any:
+            self.wake()
+            with self:
+                return loads(*args, **kwargs)
+
+        @functools.wraps(offloads)
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
+            result = offloads(*args, **kwargs)
+            if not self.pool.live():
+                self.sleep()
+            return result
+
+        setattr(owner, load, loaded)
+        setattr(owner, offload, offloaded)
 
     def _copy(self, *, to_host: bool) -> None:
         """Copy between the blocks and the host, and wait."""
