@@ -123,8 +123,7 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
     def follow(self, owner: Any, load: str, offload: str) -> None:
         """Hold what a framework loads, and sleep once it has offloaded all of that.
 
-        Its parameters and gradients then come back at their addresses, so nothing is captured again
-        for them. Where loading puts them elsewhere at first, it does not later.
+        Its parameters and gradients then come back at the same addresses.
 
         Args:
             owner: A module, class or object.

@@ -67,10 +67,7 @@ class ModelState(Feature):
         """Restore random state; set Megatron's flag of a capture, and hold tables that it reads.
 
         With the flag, eager passes of ``verify`` choose attention as a capture does, which must
-        choose that of eager steps; DDP's hooks stay inactive.
-
-        Raises:
-            CaptureError: See `same_attention`.
+        choose that of eager steps (`same_attention`); DDP's hooks stay inactive.
         """
         held: object = None
         with ExitStack() as stack:
