@@ -88,8 +88,7 @@ def warm_up(
                 refuse_undeclared(chunk, call.outputs, [*call.inputs, *leaves])
                 drawn = backend.default_generator, *host.generators()
                 measured = Measured.of(call.leaves, chunk.buffers, drawn)
-                saved = saved_tensors(call.leaves, layers)
-                measured = measured.with_saved(saved)
+                measured = measured.with_saved(saved_tensors(call.leaves, layers))
                 call.make_output_grads()
                 marks.append(log.num_events())
                 order, totals = _run_backward(own, call)
@@ -105,7 +104,7 @@ def warm_up(
     noise = check_passes(label, passes)
     slot_bytes = block_bytes(in_slot)
     if not slot_bytes:
-        kept = AddressRanges((t.address, t.address + t.num_bytes) for t in saved)
+        kept = AddressRanges((t.address, t.address + t.num_bytes) for t in measured.saved)
         slot_bytes = (kept - AddressRanges(filter(None, map(memory_of, leaves)))).num_bytes
     return WarmUp(
         held_bytes,
