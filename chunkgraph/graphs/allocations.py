@@ -46,7 +46,7 @@ def missing_bytes(
     num_bytes: int, allocations: Sequence[Sequence[Allocation]], free: Sequence[int]
 ) -> int:
     """Return the size of the block that a pool with these free blocks needs; see `Pool.reserve`."""
-    if free and allocations and all(allocations):
+    if free and any(allocations):
         return max(block_bytes(own, free) for own in allocations)
     return num_bytes if num_bytes > max(free, default=0) else 0
 

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import Allocation, GraphBackend, Pool
+from chunkgraph.graphs import Allocation, GraphBackend, Pool, block_bytes
 
 MemoryPlan = Literal["shared_backward", "pool_per_slot", "one_pool"]
 
@@ -88,12 +88,10 @@ class PoolPlan:
         self.slot_pools.append(pool)
         return pool
 
-    def reserve_scratch(
-        self, num_bytes: int, allocations: Sequence[Sequence[Allocation]] = ()
-    ) -> None:
-        """Reserve the pool that all backwards share, if there is one, in one block."""
+    def reserve_scratch(self, allocations: Sequence[Sequence[Allocation]]) -> None:
+        """Reserve the pool that all backwards share, if there is one, for each of these works."""
         if self.scratch is not None:
-            self.scratch.reserve(num_bytes, allocations)
+            self.scratch.reserve(max(map(block_bytes, allocations)), allocations)
 
     def backward_pool(self, forward_pool: Pool) -> Pool:
         """Return the pool for the backward of the slot whose forward uses ``forward_pool``."""

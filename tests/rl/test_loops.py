@@ -74,7 +74,8 @@ def test_only_graphs_with_collectives_are_captured_again_for_new_groups(
 ) -> None:
     case = case_of(make_config, pp, None)
     case["config"]["pipeline"]["tensor_model_parallel_size"] = tp
-    case |= {"store": str(tmp_path), "options": {"on_moved_memory": "recapture"}}
+    case |= {"store": str(tmp_path)}
+    case["options"] = {"on_moved_memory": "recapture", "can_sleep": True}
     for rank in run_cases({"loop": case}, 2)["loop"]["ranks"]:
         assert rank["different"] == []
         assert rank["fallbacks"] == {**EAGER, **MISFITS}

@@ -228,7 +228,12 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
         for number in range(case["num_cycles"]):
             loop.cycle(number)
             if "store" in case:
+                sleeps = has_graphs and number != 1
+                if sleeps:
+                    loop.graphs.sleep()
                 make_anew(config, Path(case["store"]) / f"{has_graphs} {number}")
+                if sleeps:
+                    loop.graphs.wake()
         state = [p.detach().clone() for c in loop.model.chunks for p in c.parameters()]
         runs.append((loop.results + state, loop))
         if has_graphs:

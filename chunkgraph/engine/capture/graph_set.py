@@ -99,9 +99,24 @@ class GraphSet:
         return tuple(tuple(slot for slots in of_chunk for slot in slots) for of_chunk in by_chunk)
 
     def latest_calls(self) -> dict[Hashable, list[Call]]:
-        """Return calls like the captured ones, with the last inputs of their first slots."""
+        """Return calls like the captured ones, with the last inputs of their first slots.
+
+        Asleep, with those that `inputs_slept` has kept, and zeros.
+        """
+        kept = iter(self._kept)
+
+        def latest(tensor: torch.Tensor) -> torch.Tensor:
+            if not self._kept:
+                return tensor.clone()
+            value = next(kept)
+            return torch.zeros_like(tensor) if value is None else value.to(tensor.device)
+
+        def loaded(call: Call, slot: Slot) -> Call:
+            pairs = zip(slot.inputs.tensors, call.tensors, strict=True)
+            return call.filled([latest(t).requires_grad_(own.requires_grad) for t, own in pairs])
+
         return {
-            key: [_loaded(call, s[0]) for call, s in zip(bank.calls, bank.slots, strict=True)]
+            key: [loaded(call, s[0]) for call, s in zip(bank.calls, bank.slots, strict=True)]
             for key, bank in self.banks.items()
         }
 
@@ -133,8 +148,3 @@ class GraphSet:
                 slot.release()
         for sinks in self.sinks:
             sinks.release()
-
-
-def _loaded(call: Call, slot: Slot) -> Call:
-    pairs = zip(slot.inputs.tensors, call.tensors, strict=True)
-    return call.filled([t.clone().requires_grad_(own.requires_grad) for t, own in pairs])

@@ -326,8 +326,8 @@ def _warm_up(session: Session) -> None:
             warm = warm_up(own, call, label, settings.layers, settings.memory_plan)
             plan = program_of(chunk).plan(own, call)
             warm = replace(warm, held_bytes=max(warm.held_bytes, plan.held_bytes))
-            if plan.scratch_bytes is not None:
-                warm = replace(warm, scratch_bytes=plan.scratch_bytes, in_scratch=())
+            if plan.in_scratch is not None:
+                warm = replace(warm, in_scratch=plan.in_scratch)
             measured.append(warm)
             plans.append(plan)
     settings.begin_part(None)
@@ -364,8 +364,7 @@ def _make_room(session: Session) -> None:
     backend.release_cached_memory()
     session.grad_memory.restore()
     warm_ups = [warm for of_bank in session.warm_ups.values() for warm in of_bank]
-    num_bytes = max(warm.scratch_bytes for warm in warm_ups)
-    session.maker.pools.reserve_scratch(num_bytes, [warm.in_scratch for warm in warm_ups])
+    session.maker.pools.reserve_scratch([warm.in_scratch for warm in warm_ups])
 
 
 def capture_slot(session: Session, key: Hashable, c: int, s: int) -> Slot:

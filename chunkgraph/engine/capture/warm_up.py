@@ -32,9 +32,8 @@ class WarmUp:
             count.
         slot_bytes: `block_bytes` of what the pass allocates in a slot's pool; if the backend does
             not count, what autograd saves, without parameters.
-        scratch_bytes: `block_bytes` of what it allocates in the pool that all backwards share.
         in_slot: these allocations in a slot's pool; none if the backend does not count.
-        in_scratch: these allocations in the pool that all backwards share.
+        in_scratch: its allocations in the pool that all backwards share.
         passes: what each pass computes, for the self-test.
         noise: how far the passes are from repeating themselves.
         written: memory of parameters that the passes write.
@@ -42,7 +41,6 @@ class WarmUp:
 
     held_bytes: int
     slot_bytes: int
-    scratch_bytes: int
     in_slot: tuple[Allocation, ...]
     in_scratch: tuple[Allocation, ...]
     passes: tuple[Measured, ...]
@@ -106,16 +104,8 @@ def warm_up(
     if not slot_bytes:
         kept = AddressRanges((t.address, t.address + t.num_bytes) for t in measured.saved)
         slot_bytes = (kept - AddressRanges(filter(None, map(memory_of, leaves)))).num_bytes
-    return WarmUp(
-        held_bytes,
-        slot_bytes,
-        block_bytes(in_scratch),
-        in_slot,
-        in_scratch,
-        tuple(passes),
-        noise,
-        tuple(written),
-    )
+    measurements = held_bytes, slot_bytes, in_slot, in_scratch
+    return WarmUp(*measurements, tuple(passes), noise, tuple(written))
 
 
 def _run_backward(own: Isolated, call: Pass) -> tuple[tuple[int, ...], list[torch.Tensor | None]]:
