@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from toys import Apply, capture, use_plan
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
@@ -45,26 +44,6 @@ def test_a_rank_with_one_slot_has_one_pool(
     several, one = (graphs.report for graphs in pipeline.graphs)
     assert several.scratch_bytes > 0
     assert one.scratch_bytes == 0 < one.slot_bytes
-
-
-def test_a_session_keeps_no_more_than_training_does(
-    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a forward saves is freed in the backward of each of the session's passes."""
-    monkeypatch.setattr(backend, "repeats_bits", False)
-    are_gone: list[bool] = []
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x)
-        exp = hidden.exp()  # saves its result
-        saved = StorageWeakRef(exp.untyped_storage())
-        hidden.register_hook(lambda _: are_gone.append(saved.expired()))
-        return self.second(exp)
-
-    module = Apply(forward, first=nn.Linear(8, 8), second=nn.Linear(8, 8)).to(backend.device)
-    graphs = ChunkGraphs(module, 1, backend=backend)
-    graphs.capture([torch.randn(4, 8, device=backend.device)])
-    assert are_gone[:2] == [True, True]
 
 
 def test_one_pool_for_all_is_refused_by_the_proof_and_gives_wrong_numbers(
