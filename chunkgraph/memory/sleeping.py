@@ -123,12 +123,8 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
     def follow(self, owner: Any, load: str, offload: str) -> None:
         """Hold what a framework loads, and sleep once it has offloaded all of that.
 
-        Its parameters and gradients then come back at the same addresses.
-
-        Args:
-            owner: A module, class or object.
-            load: Name of its function that allocates on the device.
-            offload: Name of its function that frees that memory, having copied it.
+        Its parameters and gradients then come back at the same addresses. ``load`` and ``offload``
+        name functions of ``owner``, such as a module or class, that allocate and free the memory.
         """
         loads, offloads = getattr(owner, load), getattr(owner, offload)
 

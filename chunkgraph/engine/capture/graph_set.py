@@ -101,22 +101,15 @@ class GraphSet:
     def latest_calls(self) -> dict[Hashable, list[Call]]:
         """Return calls like the captured ones, with the last inputs of their first slots.
 
-        Asleep, with those that `inputs_slept` has kept, and zeros.
+        Asleep, with what `inputs_slept` has kept, and zeros.
         """
-        kept = iter(self._kept)
-
-        def latest(tensor: torch.Tensor) -> torch.Tensor:
-            if not self._kept:
-                return tensor.clone()
-            value = next(kept)
-            return torch.zeros_like(tensor) if value is None else value.to(tensor.device)
-
-        def loaded(call: Call, slot: Slot) -> Call:
-            pairs = zip(slot.inputs.tensors, call.tensors, strict=True)
-            return call.filled([latest(t).requires_grad_(own.requires_grad) for t, own in pairs])
-
+        pairs = zip(self._first_inputs(), self._kept or self._first_inputs(), strict=True)
+        latest = (torch.zeros_like(t) if k is None else k.to(t.device, copy=True) for t, k in pairs)
         return {
-            key: [loaded(call, s[0]) for call, s in zip(bank.calls, bank.slots, strict=True)]
+            key: [
+                call.filled([next(latest).requires_grad_(t.requires_grad) for t in call.tensors])
+                for call in bank.calls
+            ]
             for key, bank in self.banks.items()
         }
 
