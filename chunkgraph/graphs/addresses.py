@@ -109,12 +109,7 @@ class Pool(Protocol):
 
         Captures that allocate many small pieces waste memory at the end of each piece. This is a
         hint: if ``num_bytes`` is the peak of the captured work, the pool becomes no larger than
-        necessary.
-
-        Args:
-            num_bytes: Bytes of one piece that suffices.
-            allocations: Those of each captured work, if known: with its free blocks, the pool may
-                need a smaller piece.
+        necessary. With its free blocks it may need less for the ``allocations`` of each work.
         """
 
     @abstractmethod

@@ -156,10 +156,8 @@ def refuse_asleep(label: str, parameters: Iterable[torch.Tensor], *, with_gradie
     Raises:
         SlotError: a parameter, or a gradient that the step uses, lies in it.
     """
-    for memory in [*_asleep]:
-        if not memory.pool.live():  # of tensors that are gone; perhaps nobody has it any more
-            _asleep.discard(memory)
-            continue
+    _asleep.difference_update([m for m in _asleep if not m.pool.live()])  # nobody may have them
+    for memory in _asleep:
         reserved = memory.pool.reserved()
         for p in parameters:
             grads = (p.grad, getattr(p, "main_grad", None)) if with_gradients else ()

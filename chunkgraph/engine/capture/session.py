@@ -402,11 +402,10 @@ def _new_slot(session: Session, key: Hashable, c: int, s: int) -> Slot:
         chunks = range(len(session.chunks)) if shared_slots else (c,)
         warm_ups = [of_bank[i] for of_bank in session.warm_ups.values() for i in chunks]
         slot_bytes = max(warm.slot_bytes for warm in warm_ups)
-        allocations = [warm.in_slot for warm in warm_ups]
         session.backend.release_cached_memory()
         session.memories[slot_id] = SlotMemory(
             slot_id,
-            session.maker.pools.forward_pool(label, slot_bytes, allocations),
+            session.maker.pools.forward_pool(label, slot_bytes, [w.in_slot for w in warm_ups]),
             SlotStatics(session.maker.pools.static),
         )
     memory = replace(session.memories[slot_id])

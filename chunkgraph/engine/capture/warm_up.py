@@ -104,8 +104,7 @@ def warm_up(
     if not slot_bytes:
         kept = AddressRanges((t.address, t.address + t.num_bytes) for t in measured.saved)
         slot_bytes = (kept - AddressRanges(filter(None, map(memory_of, leaves)))).num_bytes
-    measurements = held_bytes, slot_bytes, in_slot, in_scratch
-    return WarmUp(*measurements, tuple(passes), noise, tuple(written))
+    return WarmUp(held_bytes, slot_bytes, in_slot, in_scratch, tuple(passes), noise, tuple(written))
 
 
 def _run_backward(own: Isolated, call: Pass) -> tuple[tuple[int, ...], list[torch.Tensor | None]]:

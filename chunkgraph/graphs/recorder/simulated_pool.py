@@ -35,15 +35,12 @@ class SimulatedPool(Pool):
     Args:
         label: Name of the pool in errors.
         take_segment: Callback with the bytes of segments before they are allocated, or wake.
-
-    Attributes:
-        is_of_caller: Whether it has served a caller, whose tensors are to graphs as any others.
     """
 
     def __init__(self, label: str, take_segment: Callable[[int], object] = lambda _: None) -> None:
         self.label = label
         self.device = torch.device("cpu")
-        self.is_of_caller = False
+        self.is_of_caller = False  # if it served a caller, its tensors are to graphs as any others
         self._take_segment = take_segment
         self._segments: list[tuple[int, np.ndarray]] = []
         self._free: list[tuple[int, int]] = []  # (num_bytes, start), sorted: best fit first

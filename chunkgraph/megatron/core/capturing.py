@@ -239,7 +239,7 @@ def same_attention() -> Iterator[None]:
 def _last_choice() -> tuple[Any, str] | None:
     """Return the last attention's arguments, with ``cuda_graph`` set, and the backend it used."""
     choice = getattr(sys.modules.get(_MODULE), "_attention_backends", None) or {}
-    arguments = copy.copy(choice.get("attention_params"))
+    arguments: Any = copy.copy(choice.get("attention_params"))
     if not hasattr(arguments, "cuda_graph"):
         return None
     arguments.cuda_graph = True
