@@ -99,10 +99,7 @@ class GraphSet:
         return tuple(tuple(slot for slots in of_chunk for slot in slots) for of_chunk in by_chunk)
 
     def latest_calls(self) -> dict[Hashable, list[Call]]:
-        """Return calls like the captured ones, with the last inputs of their first slots.
-
-        Asleep, with what `inputs_slept` has kept, and zeros.
-        """
+        """Return calls with the last inputs of first slots; asleep, with zeros or what was kept."""
         pairs = zip(self._first_inputs(), self._kept or self._first_inputs(), strict=True)
         latest = (torch.zeros_like(t) if k is None else k.to(t.device, copy=True) for t, k in pairs)
         return {
