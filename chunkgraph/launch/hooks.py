@@ -55,8 +55,6 @@ from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.site import new_agreement
 from chunkgraph.schedules import splits_backward
 
-__all__ = ["ChunkGraphsInPretrain", "StepMetrics", "capture_line", "enable", "start_line"]
-
 _PROFILES = ("profile", "use_pytorch_profiler", "nvtx_ranges")
 """Megatron's flags of profilers, which show the names of replays."""
 _NUM_TIMED = 20

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Literal, Self
+from typing import Any, Literal, Self
 from weakref import WeakSet
 
 import torch
@@ -122,6 +123,30 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
             self._copy(to_host=False)
             _asleep.discard(self)
 
+    def follow(self, owner: Any, load: str, offload: str) -> None:
+        """Hold what a framework loads, and sleep once it has offloaded all of that.
+
+        Its parameters and gradients then come back at the same addresses. ``load`` and ``offload``
+        name functions of ``owner``, such as a module or class, that allocate and free the memory.
+        """
+        loads, offloads = getattr(owner, load), getattr(owner, offload)
+
+        @functools.wraps(loads)
+        def loaded(*args: Any, **kwargs: Any) -> Any:
+            self.wake()
+            with self:
+                return loads(*args, **kwargs)
+
+        @functools.wraps(offloads)
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
+            result = offloads(*args, **kwargs)
+            if not self.pool.live():
+                self.sleep()
+            return result
+
+        setattr(owner, load, loaded)
+        setattr(owner, offload, offloaded)
+
     def _copy(self, *, to_host: bool) -> None:
         """Copy between the blocks and the host, and wait."""
         self._copier.wait(self._copier.copy(self._blocks, self._kept, [], to_host=to_host))
@@ -142,6 +167,7 @@ def refuse_asleep(label: str, parameters: Iterable[torch.Tensor], *, with_gradie
     Raises:
         SlotError: a parameter, or a gradient that the step uses, lies in it.
     """
+    _asleep.difference_update([m for m in _asleep if not m.pool.live()])  # nobody may have them
     for memory in _asleep:
         reserved = memory.pool.reserved()
         for p in parameters:
