@@ -107,7 +107,6 @@ class StepPlans:
         Raises:
             ConfigError: The step has no inputs, or they differ from the announced ones.
             PackingError: A microbatch has no documents, or a document has no tokens.
-            ReplayMismatchError: A microbatch's process group differs from its graphs' group.
         """
         announced, num_microbatches = self._announced, schedule["num_microbatches"]
         if announced is None:
@@ -189,7 +188,6 @@ class StepPlans:
     def _contents_of_banks(self, inputs: StepInputs, num_microbatches: int | None) -> _Contents:
         banks = copy.copy(inputs.contexts)  # its caller may change it
         assert banks is not None
-        self._banks.check(banks)
         if num_microbatches not in (None, len(banks)):
             raise ConfigError(
                 f"rank {self._rank}: the step has {num_microbatches} microbatches, but contexts "

@@ -10,7 +10,7 @@ from thread_ranks import Agreeing, run_ranks
 from torch import nn
 
 from chunkgraph.engine import ChunkGraphs, StepPlan
-from chunkgraph.errors import ConfigError, ReplayMismatchError, SlotError, TopologyError
+from chunkgraph.errors import ConfigError, SlotError, TopologyError
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.feature import StepInputs
 from chunkgraph.megatron.features.contexts import (
@@ -96,9 +96,6 @@ def test_a_key_is_its_group(groups: ContextGroups) -> None:
     assert same == banks.keys[0]
     assert hash(same) == hash(banks.keys[0])
     assert other not in banks.keys
-    banks.check([same, banks.keys[2]])
-    with pytest.raises(ReplayMismatchError, match=r"Microbatch 1 \(CP 4 .* another process group"):
-        banks.check([same, other])
 
 
 def test_the_announcements_of_a_step(groups: ContextGroups) -> None:
@@ -149,5 +146,4 @@ def test_the_announcements_of_a_step(groups: ContextGroups) -> None:
             call()
     with pytest.raises(ConfigError, match="3 microbatches, but contexts for 1"):
         begin([four], "", 3)
-    with pytest.raises(ReplayMismatchError, match="another process group"):
-        begin([replace(four, group=object())], "", 1)
+    assert begin([replace(four, group=object())], "", 1)[0] == "not captured"
