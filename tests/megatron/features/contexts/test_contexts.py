@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from thread_ranks import Agreeing, run_ranks
 from torch import nn
 
@@ -87,6 +88,9 @@ def test_sizes_that_cannot_be(groups: ContextGroups) -> None:
         groups.of(8)
     with pytest.raises(TopologyError, match="cannot be divided into groups of 2"):
         ContextGroups.create([[0]], [2])
+    groups._groups[2] = torch.distributed.group.WORLD
+    with pytest.raises(TopologyError, match=r"ranks \[0\] has no group of routers among"):
+        groups.of_routers(groups.of(2))
 
 
 def test_a_key_is_its_group(groups: ContextGroups) -> None:
