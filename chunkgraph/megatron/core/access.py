@@ -34,12 +34,6 @@ def import_megatron(name: str = "megatron.core") -> ModuleType:
                 f"{name} cannot be imported: {error}. Install megatron-core, for example with "
                 "pip install 'chunkgraph[megatron]'."
             ) from error
-        if error.name == "triton":
-            raise MissingDependencyError(
-                f"{name} imports triton, which this torch does not ship. Enter "
-                "chunkgraph.megatron.cpu.host.cpu_host() before Megatron is imported, or install "
-                "triton."
-            ) from error
         raise
 
 
