@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.rules.features import SCHEDULE_RULES
 from chunkgraph.schedules import (
@@ -103,17 +102,8 @@ class PipelinePlace:
 
     @classmethod
     def current(cls, num_chunks: int, config: Any) -> PipelinePlace:
-        """Return this rank's place according to Megatron's parallel state.
-
-        Raises:
-            ConfigError: The model parallel groups are not initialized.
-        """
+        """Return this rank's place according to Megatron's parallel state."""
         state = import_megatron("megatron.core.parallel_state")
-        if not state.model_parallel_is_initialized():
-            raise ConfigError(
-                "Megatron's model parallel groups are not set up. Call "
-                "parallel_state.initialize_model_parallel() before attach()."
-            )
         size = state.get_pipeline_model_parallel_world_size()
         return cls(
             rank=dist.get_rank(),
