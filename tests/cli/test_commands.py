@@ -54,7 +54,7 @@ def test_help_and_version() -> None:
         ([], "required: COMMAND"),
         (["plan"], "for example: chunkgraph plan --pp 4"),
         (["plan", "--pp", "4", "--schedule", "zbh1"], "Did you mean 'zb-h1'?"),
-        (["train"], "required: CONFIG"),
+        (["train"], "required: CONFIG\n"),
         (["train", CONFIG, "--fast"], "unrecognized arguments: --fast"),
         (["train", CONFIG, "--debug", "model.num_layers=6"], "not divisible by 4 stages"),
         (["train", CONFIG, "model.layer_spec=transformer_engine"], "runs on GPUs only"),
