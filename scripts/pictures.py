@@ -41,12 +41,15 @@ def figures() -> str:
         path = ROOT / "benchmarks" / f"{name}.json"
         document = json.loads(path.read_text(encoding="utf-8"))
         model, train = document["settings"]["model"], document["settings"]["train"]
+        experts = document["settings"]["moe"]["num_moe_experts"]
+        kind = f"{model['num_layers']} x {model['hidden_size']}"
+        kind += (", FP8" if model.get("fp8") else "") + (f", {experts} experts" if experts else "")
         variants = {one["name"]: one for one in document["variants"]}
         eager, layers, chunk = map(variants.get, ("eager", "transformer_engine", "chunk"))
         gpu = document["device"].removeprefix("NVIDIA ").partition(" ")[0]
         cells = [
             f"[{model['seq_length']}](benchmarks/{name}.json)",
-            f"{model['num_layers']} x {model['hidden_size']}",
+            kind,
             "on" if train["gradient_accumulation_fusion"] else "off",
             f"{document['num_gpus']} x {gpu}",
             *(f"{one['step_ms']:.0f} ms" if one else "-" for one in (eager, layers, chunk)),
