@@ -11,14 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-FIGURES = (
-    "h200_s1024",
-    "h200_dropless_s1024",
-    "dense_pp2_fused",
-    "speed_s256",
-    "speed_s1024",
-    "speed_s4096",
-)
+FIGURES = ("h200_s1024", "h200_dropless_s1024", "dense_pp2_fused", "speed_s256", "speed_s4096")
 """Documents in `benchmarks/` that `benchmarks/training.py --json` wrote: the rows of README."""
 _COLUMNS = (
     "Sequence",
