@@ -18,26 +18,11 @@ from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
 
 
-def tied(weight: nn.Parameter) -> nn.Module:
+def product(weight: nn.Parameter) -> nn.Module:
     return Apply(lambda m, x: torch.tanh(x @ m.weight), weight=weight)
 
 
-def _two_chunks(backend: GraphBackend) -> tuple[list[nn.Module], torch.Tensor]:
-    torch.manual_seed(3)
-    weight = nn.Parameter(torch.randn(4, 4, device=backend.device))
-    return [tied(weight), tied(weight)], torch.randn(2, 4, device=backend.device)
 
-
-def _step(
-    calls: list[Callable[..., torch.Tensor]], x: torch.Tensor, weight: nn.Parameter, *, clears: bool
-) -> None:
-    if clears:
-        weight.grad = None
-    for scale in (1.0, 2.0):
-        output = calls[0](x * scale)
-        received = output.detach().requires_grad_()  # as a pipeline schedule runs two chunks
-        calls[1](received).sum().backward()
-        output.backward(received.grad)
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -65,35 +50,18 @@ def test_a_parameter_that_a_function_gives_no_gradient_has_none(backend: GraphBa
     assert torch.equal(module.linear.weight.grad, eager.linear.weight.grad)
 
 
-@pytest.mark.parametrize("clears", [False, True], ids=["kept", "dropped by each step"])
-def test_chunks_that_share_a_parameter_add_to_one_gradient(
-    backend: GraphBackend, clears: bool
-) -> None:
-    chunks, x = _two_chunks(backend)
-    twins = copy.deepcopy(chunks)
-    weight, expected = chunks[0].weight, twins[0].weight
-    graphs = ChunkGraphs(chunks, [1, 1], backend=backend)
-    h = torch.zeros(2, 4, device=backend.device, requires_grad=True)
-    graphs.capture([(x,), (h,)])
-    for _ in range(3):
-        with graphs.step(2):
-            _step(list(graphs.callables), x, weight, clears=clears)
-        _step(list(twins), x, expected, clears=clears)
-        assert torch.equal(weight.grad, expected.grad)
-
-
 def test_a_wrapper_may_set_main_grad_around_each_backward(backend: GraphBackend) -> None:
     """Megatron-FSDP moves every gradient there after a backward, and removes it after the step."""
-    chunks, x = _two_chunks(backend)
-    (chunk,), weight = chunks[:1], chunks[0].weight
+    weight = nn.Parameter(torch.randn(4, 4, device=backend.device))
+    x = torch.randn(2, 4, device=backend.device)
     expected = copy.deepcopy(weight)
-    graphs = capture(chunk, x, backend=backend)
+    graphs = capture(product(weight), x, backend=backend)
     total = torch.zeros_like(weight)
     for _ in range(2):
         with graphs.step(3):
             for scale in (1.0, 2.0, 3.0):
                 (graphs.callables[0](x) * scale).sum().backward()
-                (tied(expected)(x) * scale).sum().backward()
+                (product(expected)(x) * scale).sum().backward()
                 weight.main_grad = weight.grad.clone()
                 total += weight.main_grad
                 weight.grad = None
@@ -134,23 +102,6 @@ def test_a_main_grad_that_is_not_as_it_was_is_refused(change: str) -> None:
         pass
 
 
-def test_gradients_stay_when_graphs_are_released_and_captured_again(backend: GraphBackend) -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(backend.device)
-    eager = copy.deepcopy(module)
-    x = torch.randn(2, 4, device=backend.device)
-    graphs = capture(module, x, backend=backend)
-    kept = []
-    for _ in range(2):
-        train(graphs, x)
-        eager(x).sum().backward()
-        kept.append(module[0].weight.grad)
-        graphs.release()
-        graphs.capture([(x,)])
-    assert kept[0] is kept[1]
-    for p, expected in zip(module.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(p.grad, expected.grad)
-
-
 def _share(layers: list[nn.Linear]) -> None:
     layers[0].weight.grad = layers[1].weight.grad = torch.zeros_like(layers[1].weight)
 
@@ -186,21 +137,6 @@ def test_gradients_that_cannot_move_to_sinks_are_refused(
     change(layers)
     with pytest.raises(ReplayMismatchError, match=message):
         train(graphs, x)
-
-
-def test_gradients_may_lie_in_a_flat_buffer(backend: GraphBackend) -> None:
-    layers = [nn.Linear(8, 8, bias=False, device=backend.device) for _ in range(2)]
-    x = torch.randn(4, 8, device=backend.device)
-    graphs = capture(nn.Sequential(*layers), x, backend=backend)
-    train(graphs, x)
-    expected = [2 * layer.weight.grad for layer in layers]
-    flat = torch.empty(2, 8, 8, device=backend.device)
-    for layer, grad in zip(layers, flat, strict=True):
-        layer.weight.grad = grad.copy_(layer.weight.grad)
-    train(graphs, x)
-    assert torch.equal(flat, torch.stack(expected))
-    assert all(layer.weight.grad is not None for layer in layers)
-    assert layers[1].weight.grad.data_ptr() == flat[1].data_ptr()
 
 
 # Parameters whose gradients come from several engines or chunks.
