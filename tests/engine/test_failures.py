@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from thread_ranks import Agreeing, run_ranks
 from torch import nn
 from toys import Apply
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
-from chunkgraph.engine.agreement import agree_on_cause
-from chunkgraph.errors import CaptureError, IllegalOperationError, ReplayMismatchError
+from chunkgraph.errors import CaptureError, IllegalOperationError
 from chunkgraph.graphs import RecorderBackend
 
 WIDTH = 256
@@ -95,34 +90,6 @@ def test_out_of_memory_reports_the_numbers_and_frees_all_of_it(
     assert graphs.counters.replays == 0
 
 
-def together(texts: Sequence[str]) -> list[tuple[str, bool]]:
-    """Run `agree_on_cause` of ranks as threads."""
-    agreement = Agreeing(len(texts))
-    results: list[Any] = [None] * len(texts)
-
-    def run(rank: int) -> None:
-        results[rank] = agree_on_cause(agreement.rank(rank), texts[rank])
-
-    run_ranks(len(texts), run)
-    return results
-
-
-@settings(max_examples=30)
-@given(
-    st.lists(
-        st.sampled_from(["", "a", "rank 0: \u2603 x.item()", "b" * 700]), min_size=1, max_size=4
-    )
-)
-def test_all_ranks_know_one_of_the_causes(texts: list[str]) -> None:
-    results = together(texts)
-    causes = {cause for cause, _ in results}
-    assert len(causes) == 1
-    (cause,) = causes
-    assert (cause == "") == (not any(texts))
-    assert not cause or cause in texts
-    assert [is_own for _, is_own in results] == [bool(t) and t == cause for t in texts]
-
-
 def test_a_loss_over_two_calls_is_refused_before_any_replay() -> None:
     module = nn.Linear(8, 8)
     graphs = ChunkGraphs(module, 2, backend=RecorderBackend())
@@ -150,13 +117,3 @@ def test_unknown_containers_as_outputs_are_named() -> None:
         graphs.callables[0](torch.randn(2, 8)).value.sum().backward()
     with pytest.raises(CaptureError, match=r"no tensors in Hidden.*Return tuples"), graphs.step(1):
         pass
-
-
-def test_gradients_of_parameters_by_autograd_grad_are_refused() -> None:
-    module = nn.Linear(8, 8)
-    graphs = ChunkGraphs(module, 1, backend=RecorderBackend())
-    graphs.capture([torch.randn(2, 8)])
-    with pytest.raises(ReplayMismatchError, match=r"autograd\.grad.*gradients of"), graphs.step(1):
-        torch.autograd.grad(graphs.callables[0](torch.randn(2, 8)).sum(), [*module.parameters()])
-    with graphs.step(1):
-        graphs.callables[0](torch.randn(2, 8)).sum().backward()
