@@ -11,10 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 from toys import Apply, capture, counting, sample, towers, train, train_microbatch
 
-from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, ReplayRanges, StepMode
+from chunkgraph.engine import Chunk, ChunkGraphs, StepMode
 from chunkgraph.errors import ReplayMismatchError, SlotError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
 
@@ -83,15 +82,6 @@ def test_an_announced_change_of_shape_runs_the_whole_step_eagerly(backend: Graph
     assert dict(graphs.counters.fallbacks) == {"capture warmup": 1, "input shapes differ": 1}
 
 
-def test_samples_are_captured_for_one_shape_key(backend: GraphBackend) -> None:
-    graphs = ChunkGraphs(towers(backend, False), [2], backend=backend)
-    graphs.capture([(sample(backend, 4),)], shape_key=4)
-    for rows, mode in (4, StepMode.REPLAY), (6, StepMode.EAGER):
-        with graphs.step(1, shape_key=rows) as now:
-            train_microbatch(graphs.callables[0], sample(backend, rows))
-        assert now is mode
-
-
 def test_misuse_of_slots_and_steps(backend: GraphBackend) -> None:
     graphs = ChunkGraphs(towers(backend, False), [2], backend=backend)
     x = sample(backend)
@@ -111,21 +101,6 @@ def test_misuse_of_slots_and_steps(backend: GraphBackend) -> None:
         assert call(x).isfinite().all()  # evaluation needs no step
     with graphs.step(2):
         train_microbatch(call, x)
-
-
-def test_outputs_survive_megatrons_way_of_freeing_them(
-    graphs: ChunkGraphs, backend: GraphBackend
-) -> None:
-    x = sample(backend)
-    for _ in range(2):
-        with graphs.step(1):
-            y = graphs.callables[0](x)
-            assert y._base is None
-            seed = torch.ones_like(y)
-            y.data = torch.empty(1, device=y.device)
-            torch.autograd.Variable._execution_engine.run_backward(
-                (y,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
 
 
 def test_input_gradients_are_copies_that_later_replays_do_not_touch(
@@ -165,51 +140,6 @@ def test_hooks_run_around_replays_and_forward_only_steps_are_counted() -> None:
         "forward only": 1,
         "requested": 1,
     }
-
-
-def test_receiving_into_a_slot_copies_nothing(backend: GraphBackend) -> None:
-    modules = towers(backend, False)
-    chunk = dataclasses.replace(
-        Chunk.from_module(modules[0], "rank 0 chunk 0"), keeps_input_grads=False
-    )
-    x, g = sample(backend), torch.randn(4, 8, device=backend.device)
-    graphs = capture(chunk, x, num_slots=2, backend=backend)
-    assert graphs.reserve_input(0) is None  # outside a step
-    slots = graphs._captured.slots[0]
-    inputs = [torch.randn_like(x) for _ in range(3)]
-    grads, outputs = [], []
-    with graphs.step(3):
-        flying = []
-        for data in inputs:
-            if len(flying) == 2:
-                finish(graphs, flying, g, grads, slots)
-            received = graphs.reserve_input(0)
-            received.detach().copy_(data)
-            torch.manual_seed(1)
-            y = graphs.callables[0](received)
-            assert received.data_ptr() in [s.inputs.tensors[0].data_ptr() for s in slots]
-            outputs.append(y.detach().clone())
-            flying.append((received, y))
-        assert graphs.reserve_input(0) is None  # both slots are taken
-        while flying:
-            finish(graphs, flying, g, grads, slots)
-        assert graphs.reserve_output_grad(0) is None
-    for data, y, grad in zip(inputs, outputs, grads, strict=True):
-        leaf = data.clone().requires_grad_()
-        torch.manual_seed(1)
-        expected = modules[0](leaf)
-        assert torch.equal(y, expected)
-        assert torch.equal(grad, torch.autograd.grad(expected, leaf, g)[0])
-
-
-def finish(graphs: ChunkGraphs, flying: list, g: torch.Tensor, grads: list, slots: Any) -> None:
-    received, y = flying.pop(0)
-    buffer = graphs.reserve_output_grad(0)
-    buffer.copy_(g)
-    y.backward(buffer)
-    # Not a copy: the gradient is the slot's own memory, to be used at once.
-    assert received.grad.data_ptr() in [s.input_grads.tensors[0].data_ptr() for s in slots]
-    grads.append(received.grad.clone())
 
 
 def test_markers_follow_every_gradient_and_every_replay(backend: GraphBackend) -> None:
@@ -357,34 +287,3 @@ def test_gradients_of_several_outputs_are_received_into_one_slot(backend: GraphB
 
 
 # Names of replays in profiles.
-
-
-def _step(graphs: ChunkGraphs, count: int) -> None:
-    with graphs.step(count):
-        # One microbatch ahead, as the first stage of two.
-        waiting = [graphs.callables[0](torch.ones(2, 4, requires_grad=True))]
-        for _ in range(count - 1):
-            waiting.append(graphs.callables[0](torch.ones(2, 4, requires_grad=True)))
-            waiting.pop(0).sum().backward()
-        waiting.pop(0).sum().backward()
-
-
-def _ranges(graphs: ChunkGraphs, count: int) -> list[str]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        _step(graphs, count)
-    events = sorted(profile.events(), key=lambda event: event.time_range.start)
-    return [event.name for event in events if " microbatch " in event.name]
-
-
-def test_a_range_names_chunk_action_and_microbatch() -> None:
-    graphs = ChunkGraphs([nn.Linear(4, 4)], [2], options=CaptureOptions(num_warmup_steps=1))
-    _step(graphs, 2)  # warmup
-    assert _ranges(graphs, 3) == []  # names are off by default
-    graphs.observe(ReplayRanges(["stage 0 chunk 0"]))
-    expected = [
-        *("forward microbatch 0", "forward microbatch 1", "backward microbatch 0"),
-        *("forward microbatch 2", "backward microbatch 1", "backward microbatch 2"),
-    ]
-    for _ in range(2):
-        assert _ranges(graphs, 3) == [f"stage 0 chunk 0 {name}" for name in expected]
-    graphs.release()
