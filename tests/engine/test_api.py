@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from toys import Apply
 
-from chunkgraph.engine import Banks, CaptureOptions, Chunk, ChunkGraphs, Host, StepPlan
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, Host
 from chunkgraph.engine.split.program import Split
 from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import RecorderBackend
@@ -133,12 +133,6 @@ def test_callables_and_graphs_say_what_they_are() -> None:
     assert "fallbacks={'capture warmup': 1}" in repr(graphs.counters)
 
 
-def test_samples_that_do_not_fit_the_chunks_are_refused() -> None:
-    graphs = ChunkGraphs(Stage(), 1, backend=RecorderBackend())
-    with pytest.raises(ConfigError, match="got one tensor as samples of 1 chunks"):
-        graphs.capture(torch.ones(1, 4))  # type: ignore[arg-type]
-
-
 def test_generators_and_progress_are_declared_in_a_host() -> None:
     generator = torch.Generator().manual_seed(3)
     num_done = []
@@ -197,20 +191,6 @@ def test_a_module_without_a_device_is_refused() -> None:
 def test_options_that_cannot_be_are_refused(option: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         CaptureOptions(**option)
-
-
-@pytest.mark.parametrize("keys", [(), (2, 1, 2)])
-def test_banks_have_different_keys(keys: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="at least one key, and each once"):
-        Banks(keys)
-
-
-def test_misfits_are_declared() -> None:
-    with pytest.raises(ConfigError, match=r"drops_failed=True\) needs .* takes_misfits=True too"):
-        ChunkGraphs(Stage(), 1, banks=Banks(drops_failed=True))
-    graphs = ChunkGraphs(Stage(), 1)
-    with pytest.raises(ConfigError, match=r"takes none.*takes_misfits=True"):
-        graphs.announce(StepPlan(misfit="too long"))
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from thread_ranks import Agreeing, run_ranks
 from torch import nn
 
-from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, StepPlan
+from chunkgraph.engine import Banks, ChunkGraphs, StepPlan
 from chunkgraph.engine.joint_capture import Lockstep, StoppedElsewhere
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import GraphBackend, RecorderBackend
+from chunkgraph.graphs import GraphBackend
 
 WIDTH = 4
 BANKS = ("large", "middle", "small")
@@ -84,51 +82,6 @@ def run(call: Any, module: Mixed, banks: Sequence[str], order: Sequence[int]) ->
         results.append(parameter.grad.clone())
         parameter.grad = None
     return results
-
-
-@st.composite
-def steps(draw: Any) -> tuple[list[str], list[int]]:
-    """Draw banks of microbatches, and an order with at most three in flight."""
-    banks = draw(st.lists(st.sampled_from(BANKS), min_size=1, max_size=6))
-    order: list[int] = []
-    flying: list[int] = []
-    left = list(range(len(banks)))
-    while left or flying:
-        if left and len(flying) < 3 and (not flying or draw(st.booleans())):
-            flying.append(left.pop(0))
-            order.append(flying[-1])
-        else:
-            order.append(flying.pop(draw(st.integers(0, len(flying) - 1))))
-    return banks, order
-
-
-@pytest.mark.slow
-@settings(max_examples=15)
-@given(st.lists(steps(), min_size=1, max_size=4), st.sampled_from([(), ("large",), ("middle",)]))
-def test_any_interleaving_with_poison_equals_eager(
-    training: list[tuple[list[str], list[int]]], faulty: tuple[str, ...]
-) -> None:
-    """Also when one bank is dropped: its captured part does not disturb the others."""
-    backend = RecorderBackend()
-    eager, mine = new_module(backend.device), new_module(backend.device, faulty)
-    graphs = new_graphs(mine, backend, options=CaptureOptions(verify="poison"))
-    ignore = pytest.warns(UserWarning, match="All ranks go on without") if faulty else None
-    for number, (banks, order) in enumerate([(["small"], [0, 0]), *training]):
-        torch.manual_seed(number)
-        expected = run(eager, eager, banks, order)
-        torch.manual_seed(number)
-        misfit = graphs.misfit_of(banks)
-        lacks = bool(set(banks) & set(faulty))
-        if ignore is not None and number == 1:
-            with ignore, graphs.step(len(banks), plan=StepPlan(banks, misfit=misfit)) as mode:
-                results = run(graphs.callables[0], mine, banks, order)
-        else:
-            with graphs.step(len(banks), plan=StepPlan(banks, misfit=misfit)) as mode:
-                results = run(graphs.callables[0], mine, banks, order)
-        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
-        assert mode.value == ("eager" if number == 0 or lacks else "replay")
-    assert graphs.counters.captures == 3 * (3 - len(faulty))
-    graphs.release()
 
 
 def test_what_was_dropped_is_tried_again_after_a_release(backend: GraphBackend) -> None:

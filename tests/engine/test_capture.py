@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from toys import (
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, StepMode
 from chunkgraph.engine.capture import session
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import Allocation, GraphBackend, RecorderBackend
+from chunkgraph.graphs import GraphBackend, RecorderBackend
 from chunkgraph.schedules import megatron_schedule
 
 
@@ -279,44 +278,6 @@ def test_too_little_memory_is_reported_before_anything_is_captured() -> None:
         graphs.capture([(sample(backend),)])
     assert all(pool.reserved_bytes == 0 for pool in backend._pools)
     ChunkGraphs(towers(backend, False), [1], backend=backend).capture([(sample(backend),)])
-
-
-@pytest.mark.parametrize(
-    ("num_slots", "sizes"),
-    [
-        (2, {"slot": 7, "scratch": 6}),
-        (1, {"slot": 4 + 3 + 6}),  # with a gap of three
-    ],
-)
-def test_pools_reserve_what_a_pass_allocates(num_slots: int, sizes: dict[str, int]) -> None:
-    """Four MiB are kept for the backward, a workspace of 32 for good."""
-
-    class Log:
-        """Events 0 to 3 are the forward's, 4 makes the output's gradient, 5 to 9 the backward's."""
-
-        def __init__(self) -> None:
-            self.num_calls = 0
-
-        def num_events(self) -> int:
-            self.num_calls += 1
-            return (4, 5, 9, 10)[self.num_calls - 1]
-
-        def allocations(self) -> list[Allocation]:
-            every = [(32, 0, None), (3, 1, 3), (4, 2, 8), (9, 4, 10), (6, 5, 6), (4, 7, 9)]
-            return [Allocation(size * 2**20, begin, end) for size, begin, end in every]
-
-    class Observing(RecorderBackend):
-        @contextmanager
-        def observe_allocations(self) -> Iterator[Any]:
-            yield Log()
-
-    backend = Observing()
-    graphs = ChunkGraphs([nn.Linear(8, 8)], [num_slots], backend=backend)
-    graphs.capture([(torch.ones(4, 8, requires_grad=True),)])
-    for pool in backend._pools:
-        kind = "slot" if "slot" in pool.label else "scratch"
-        step = 2 * 2**20
-        assert pool.reserved_bytes == -(-sizes[kind] * 2**20 // step) * step, pool.label
 
 
 def test_training_that_never_captures_warns_once_with_the_cause() -> None:

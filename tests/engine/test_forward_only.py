@@ -48,25 +48,6 @@ def test_one_slot_serves_any_number_of_forwards(
     assert graphs.report.num_graphs == 1
 
 
-def test_a_frozen_chunk_feeds_a_trained_one(backend: GraphBackend) -> None:
-    frozen, trained = model(backend), nn.Linear(4, 4).to(backend.device)
-    chunks = [Chunk.from_module(frozen, "a", program=FORWARD_ONLY), Chunk.from_module(trained, "b")]
-    graphs = ChunkGraphs(chunks, [1, 2], backend=backend)
-    x = torch.randn(3, 8, device=backend.device)
-    gradients = []
-    for _ in range(3):
-        torch.manual_seed(5)
-        trained.zero_grad()
-        with graphs.step(2):
-            outputs = [graphs.callables[1](graphs.callables[0](x)) for _ in range(2)]
-            for output in outputs:
-                output.square().sum().backward()
-        gradients.append(trained.weight.grad.clone())
-    assert graphs.counters.replayed_steps == 2
-    assert torch.equal(gradients[1], gradients[0])
-    assert torch.equal(gradients[2], gradients[0])
-
-
 def test_what_needs_a_gradient_is_refused(backend: GraphBackend) -> None:
     module = model(backend)
     x = torch.randn(3, 8, device=backend.device)

@@ -16,7 +16,7 @@ from chunkgraph.engine.capture import session
 from chunkgraph.engine.capture.warm_up import warm_up
 from chunkgraph.engine.program import GraphProgram, Isolated
 from chunkgraph.engine.split import SPLIT
-from chunkgraph.errors import MemoryPlanError, SlotError
+from chunkgraph.errors import MemoryPlanError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.schedules import megatron_schedule
 from chunkgraph.slots import plan_slots
@@ -144,12 +144,6 @@ def test_shared_slots_hold_no_more_than_is_ever_in_flight(
         ratio = plan.peak_in_flight / sum(plan.slots_per_chunk)
         assert together.held_bytes == pytest.approx(own.held_bytes * ratio, rel=0.05)
         assert together.slot_bytes < own.slot_bytes
-
-
-def test_shared_slots_of_different_numbers_are_refused() -> None:
-    chunks = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    with pytest.raises(SlotError, match="pass equal ones"):
-        ChunkGraphs(chunks, [2, 1], options=CaptureOptions(shared_slots=True))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from toys import Apply, capture, copy_with_gradient
 from chunkgraph.engine import Chunk, ChunkGraphs
 from chunkgraph.errors import VerifyError
 from chunkgraph.graphs import GraphBackend, tensor_at
-from chunkgraph.schedules import megatron_schedule
 
 WIDTH = 8
 
@@ -118,23 +117,6 @@ def keeping_output(slot: Any, fill: Callable[[], None]) -> None:
     kept = slot.outputs.tensors[0].clone()
     fill()
     slot.outputs.tensors[0].copy_(kept)
-
-
-@pytest.mark.parametrize("main_grad", [False, True])
-@pytest.mark.parametrize("verify", ["poison", "shadow"])
-def test_training_is_as_without(
-    make_pipeline: Callable[..., Any],
-    backend: GraphBackend,
-    no_warning: None,
-    verify: str,
-    main_grad: bool,
-) -> None:
-    """With dropout, buffers and accumulated gradients, with and without main_grad, step by step."""
-    schedules = [megatron_schedule(2, 2, m, 2) for m in (2, 4, 6, 2)]
-    eager, graphed = (make_pipeline(2, 2, main_grad=main_grad) for _ in range(2))
-    graphed.attach([(4, 2), (3, 1)], backend, verify=verify)
-    assert graphed.train(schedules, seed=5).equals(eager.train(schedules, seed=5))
-    assert graphed.graphs[0].counters.replays == 2 * 12
 
 
 def test_a_number_of_python_that_changes_after_the_capture(
