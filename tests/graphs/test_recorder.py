@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -189,3 +190,54 @@ def test_a_capture_on_a_gpu_draws_only_from_its_current_state(
             backward.draw(*draw)
         with pytest.raises(IllegalOperationError, match="sets the random state"):
             torch.cuda.set_rng_state(torch.zeros(3, dtype=torch.uint8))
+
+
+# What reaches the host, and values that decide shapes.
+
+_ILLEGAL: dict[str, Callable[[torch.Tensor], object]] = {
+    "prints": lambda x: f"{x.sum()}",
+    "gives to numpy": lambda x: np.asarray(x) * 1,
+    "converts": lambda x: complex(x.sum()),
+    "seeds": lambda _: torch.manual_seed(3),
+    "seeds from outside": lambda _: torch.set_rng_state(torch.Generator().get_state()),
+    "draws from elsewhere": lambda x: x.bernoulli(generator=torch.Generator()),
+}
+
+
+@pytest.mark.parametrize("name", _ILLEGAL)
+def test_what_reaches_the_host_is_refused_with_its_line(name: str) -> None:
+    backend = RecorderBackend()
+    before = torch.get_rng_state()
+    illegal = _ILLEGAL[name]
+    line = illegal.__code__.co_firstlineno
+    with (
+        pytest.raises(IllegalOperationError, match=rf"{__file__}:{line}"),
+        capturing(backend, "chunk"),
+    ):
+        illegal(torch.zeros(3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_shape_that_depends_on_values_is_never_broadcast() -> None:
+    backend = RecorderBackend()
+    lengths, x = torch.tensor([4]), torch.randn(1, 4, 8)
+    with capturing(backend, "packed") as graph:
+        nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+    graph.replay()
+    lengths.fill_(1)
+    with pytest.raises(ReplayMismatchError, match=r"\(1, 8\).*(4, 8)(.|\n)*recorder\.py:\d+"):
+        graph.replay()
+
+
+@pytest.mark.parametrize("name", ["prod", "filled number"])
+def test_backwards_that_read_values_are_refused_by_name(name: str) -> None:
+    backend = RecorderBackend()
+    x = torch.randn(3, requires_grad=True)
+    number = torch.tensor(2.0, requires_grad=True)
+    with capturing(backend, "forward"):
+        out = x.prod() if name == "prod" else x.masked_fill(x > 0, number).sum()
+    with (
+        pytest.raises(IllegalOperationError, match=r"(Prod|MaskedFill)Backward reads"),
+        capturing(backend, "backward"),
+    ):
+        torch.autograd.grad(out, [x, number], torch.ones(()), allow_unused=True)
