@@ -301,9 +301,7 @@ def test_what_a_collection_would_free_does_not_spoil_a_capture() -> None:
     old.graph = None
     del cycle
     with capturing(backend, "new") as new:
-        _ = [
-            [i] for i in range(20 * gc.get_threshold()[0])
-        ]  # starts collections of the youngest generation
+        # Starts collections of the youngest generation.
         _ = [[i] for i in range(20 * gc.get_threshold()[0])]
         y = x + 2
     new.replay()
@@ -333,8 +331,9 @@ def test_filling_by_a_mask_is_legal(backend: GraphBackend) -> None:
 
 
 @pytest.mark.gpu
-def test_a_failed_capture_on_a_gpu_keeps_no_memory() -> None:
-    backend = CUDABackend()
+@pytest.mark.parametrize("can_sleep", [False, True])
+def test_a_failed_capture_on_a_gpu_keeps_no_memory(can_sleep: bool) -> None:
+    backend = CUDABackend(can_sleep=can_sleep)
     x = torch.ones(1 << 20, device=backend.device)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
