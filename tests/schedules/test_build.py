@@ -36,28 +36,6 @@ def rows(schedule):
     return [" ".join(map(str, actions)) for actions in schedule.actions]
 
 
-def test_one_rank_is_no_pipelining():
-    assert rows(megatron_schedule(1, 1, 3)) == ["0F0 0B0 0F1 0B1 0F2 0B2"]
-
-
-def test_interleaved_order_with_a_tail_group():
-    # Megatron's own worked example: PP 2, group size 3, 5 microbatches, VP 2.
-    built = megatron_schedule(2, 2, 5, 3)
-    assert [str(action) for action in built.actions[1] if action.op.value == "F"] == [
-        "1F0", "1F1", "1F2", "3F0", "3F1", "3F2", "1F3", "1F4", "3F3", "3F4",
-    ]  # fmt: skip
-    assert rows(built)[0].startswith("0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1")
-
-
-def test_a_v_holds_both_ends_on_rank_0():
-    built = build_schedule("zb-v", num_ranks=3, num_chunks=2, num_microbatches=1)
-    assert [built.rank_of(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
-    assert [built.chunk_of(stage) for stage in range(6)] == [0, 0, 0, 1, 1, 1]
-    # Stages 2 and 3 are on one rank and exchange tensors without messages.
-    stages = {a.stage for _, a in with_transfers(built) if a.op.value.startswith("SEND_F")}
-    assert stages == {0, 1, 3, 4}
-
-
 @settings(deadline=None, max_examples=150)
 @given(SCHEDULES)
 def test_every_schedule_is_valid_with_and_without_communication(built):

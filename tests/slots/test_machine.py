@@ -55,58 +55,6 @@ def test_no_free_slot(running):
 
 
 # Calls that are accepted, one that is refused after them, and parts of its message.
-@pytest.mark.parametrize(
-    ("accepted", "last", "parts"),
-    [
-        ("", "begin_backward", ("slot 0: holds no microbatch", "No slot is in use.")),
-        ("f", "release", ("slot 0: forward done, waits for its backward",)),
-        ("fb", "begin_backward", ("slot 0: in backward", "run each backward once")),
-        ("fbr", "release", ("holds no microbatch", "release chunk 0 microbatch 0 slot 0")),
-    ],
-)
-def test_calls_out_of_order(running, accepted, last, parts):
-    for call in accepted:
-        if call == "f":
-            running.acquire_forward(0)
-        else:
-            {"b": running.begin_backward, "r": running.release}[call](0, 0)
-    refused(lambda: getattr(running, last)(0, 0), *parts)
-
-
-def test_a_weight_gradient_comes_after_its_input_gradient(running):
-    running.acquire_forward(0)
-    refused(lambda: running.begin_last(0), "no microbatch waits for its weight gradient")
-    never_run = "the backward of this microbatch has not run"
-    refused(lambda: running.begin_last(0, running.latest_turn), never_run)
-    refused(lambda: running.await_last(0, 0), "waits for its backward")
-    running.begin_backward(0, 0)
-    running.await_last(0, 0)
-    refused(lambda: running.release(0, 0), "waits for its weight gradient")
-    refused(lambda: running.await_last(0, 0), "waits for its weight gradient")
-    refused(lambda: running.begin_backward(0, 0), "input gradient done")
-    assert running.begin_last(0) == 0
-    refused(lambda: running.await_last(0, 0), "in weight gradient")
-    running.release(0, 0)
-    running.end_step()
-
-
-def test_weight_gradients_come_in_the_order_of_input_gradients(running):
-    turns = []
-    for _ in range(2):
-        running.acquire_forward(0)
-        turns.append(running.latest_turn)
-    for slot in (1, 0):
-        running.begin_backward(0, slot)
-        running.await_last(0, slot)
-    assert running.waiting(0) == (turns[1], turns[0])
-    refused(lambda: running.begin_last(0, turns[0]), "microbatch 1 comes first", "other bits")
-    refused(running.end_step, "2 weight gradients were not run (microbatch 1 of chunk 0, micro")
-    assert running.begin_last(0, turns[1]) == 1
-    running.release(0, 1)
-    refused(lambda: running.begin_last(0, turns[1]), "has been run already")
-    assert running.begin_last(0) == 0
-    running.release(0, 0)
-    running.end_step()
 
 
 def test_step_ended_with_slots_in_use(running):
@@ -126,12 +74,6 @@ def test_abort_frees_everything_and_the_next_step_starts_clean(running):
     running.abort_step()
     running.begin_step()
     assert running.acquire_forward(0) == 0
-
-
-@pytest.mark.parametrize("num_slots", [[], [0], [2, -1]])
-def test_every_chunk_needs_a_slot(num_slots):
-    with pytest.raises(SlotError, match="at least one slot"):
-        SlotMachine(num_slots, "rank 0")
 
 
 def test_message_of_a_long_step_stays_short():
