@@ -22,9 +22,6 @@ def product(weight: nn.Parameter) -> nn.Module:
     return Apply(lambda m, x: torch.tanh(x @ m.weight), weight=weight)
 
 
-
-
-
 class _WithoutGradient(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -21,10 +21,8 @@ from split_models import (
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from toys import Operators, use_plan
+from toys import Operators
 
-from chunkgraph.engine import StepMode
-from chunkgraph.errors import MemoryPlanError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
 
 
@@ -43,24 +41,6 @@ def test_halves_have_the_bits_of_whole_backwards(
         check_step(graphs, eager, inputs, lag)
         assert_equal(gradients(module), gradients(eager))
     assert graphs.counters.weight_replays == graphs.counters.backward_replays == 10
-
-
-@pytest.mark.parametrize("plan", ["shared_backward", "pool_per_slot", "one_pool"])
-@pytest.mark.parametrize("verify", ["none", "poison", "shadow"])
-def test_memory_plans_and_verify_modes(backend: GraphBackend, plan: Any, verify: str) -> None:
-    eager, module = pair("layers", backend.device)
-    graphs = as_split(module, backend, verify=verify)
-    use_plan(graphs, plan)
-    if plan == "one_pool":
-        with pytest.raises(MemoryPlanError, match="share memory that is in use"):
-            graphs.capture([inputs_of(backend.device, 1)[0]])
-        return
-    for lag in (0, 2):
-        inputs = inputs_of(backend.device, 4)
-        check_step(graphs, eager, inputs, lag)
-        assert_equal(gradients(module), gradients(eager))
-    assert graphs.mode is StepMode.OUTSIDE
-    assert graphs.counters.fallbacks.total() == 1
 
 
 class CountsRecomputations(nn.Module):
