@@ -7,7 +7,7 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
-from drawn_schedules import CASES, legal_steps
+from drawn_schedules import CASES, SCHEDULES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,10 +26,6 @@ from chunkgraph.schedules import (
     with_transfers,
 )
 from chunkgraph.slots import assign_slots
-
-SCHEDULES = legal_steps().map(
-    lambda step: build_schedule(step[0], **step[1], num_microbatches=step[2])
-)
 
 
 def rows(schedule):
