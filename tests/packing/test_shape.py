@@ -41,17 +41,6 @@ def test_impossible_sizes(sizes, message):
         PackedShape(*sizes)
 
 
-@pytest.mark.parametrize("length", [2**63, 2**64 - 1])
-def test_unsigned_lengths_beyond_int64_are_refused(length):
-    shape, lengths = PackedShape(4, 8), np.array([1, length], np.uint64)
-    for refuse in (reason_not_to_fit, pack):
-        with pytest.raises(PackingError, match="document 1 of 2 has a length of -"):
-            refuse(lengths, shape)
-    assert reason_not_to_fit(np.array([1, 7], np.uint64), shape) is None
-    # A length within int64 gives a reason instead of an error.
-    assert reason_not_to_fit([2**63 - 1], shape) is OverflowReason.DOCUMENT_TOO_LONG
-
-
 @given(lengths_of_documents, st.integers(2, 9), st.integers(1, 12), st.sampled_from([1, 2, 3]))
 def test_a_reason_is_given_exactly_when_a_limit_is_broken(lengths, num_seqs, units, size):
     multiple = 1 if size == 1 else 2 * size

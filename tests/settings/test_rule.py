@@ -45,23 +45,6 @@ def test_a_text_names_settings_and_values(words: Words, prefix: str) -> None:
     assert rule.refusal(facts) == f"{prefix}7 tokens"
 
 
-@pytest.mark.parametrize(
-    ("on", "subject"),
-    [
-        ({}, "without --swiglu, --qk-layernorm or --num-experts"),
-        ({"swiglu": True}, "--swiglu without --qk-layernorm or --num-experts"),
-        ({"num_moe_experts": 4}, "--num-experts 4 without --swiglu or --qk-layernorm"),
-        (
-            {"qk_layernorm": True, "num_moe_experts": 4},
-            "--qk-layernorm with --num-experts 4 without --swiglu",
-        ),
-    ],
-)
-def test_flags_that_are_left_out_come_last(on: dict[str, Any], subject: str) -> None:
-    rule = Rule("swiglu qk_layernorm num_moe_experts: why", lambda _: True)
-    assert rule.refusal(_facts(FLAGS, **on)) == f"{subject}: why"
-
-
 def test_a_rule_without_a_condition_is_of_settings_that_are_all_on() -> None:
     rule = Rule("fp8 num_moe_experts=: why")
     assert rule.refusal(_facts(FLAGS, fp8="hybrid")) == ""

@@ -54,9 +54,6 @@ def test_no_free_slot(running):
     assert arrow == "  -> forward chunk 1 microbatch 1"
 
 
-# Calls that are accepted, one that is refused after them, and parts of its message.
-
-
 def test_step_ended_with_slots_in_use(running):
     running.acquire_forward(0)
     refused(running.end_step, "1 slots are still in use", "microbatch 0", "-> end step")

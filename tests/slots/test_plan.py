@@ -41,22 +41,6 @@ def test_1f1b_needs_one_slot_less_on_each_further_rank(num_ranks):
     assert [plan.peak_in_flight for plan in plans] == [num_ranks - r for r in range(num_ranks)]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "slots", "together"),
-    [
-        ("interleaved", [(8, 4), (8, 4), (7, 3), (5, 1)], [11, 9, 7, 5]),
-        ("interleaved-zb", [(8, 4)] * 4, [8] * 4),
-        ("zb-v", [(8, 1), (7, 2), (6, 3), (5, 4)], [8] * 4),
-        ("dualpipe-v", [(8, 1), (7, 2), (6, 3), (5, 4)], [9] * 4),
-    ],
-)
-def test_known_plans_of_four_ranks_with_two_chunks(schedule, slots, together):
-    """torch's liveness analyser counts the same from its tables."""
-    plans = [plan_slots(4, 2, schedule=schedule, rank=rank) for rank in range(4)]
-    assert [plan.slots_per_chunk for plan in plans] == slots
-    assert [plan.peak_in_flight for plan in plans] == together
-
-
 def test_no_legal_count_within_the_maximum_is_refused():
     message = "no legal microbatch count up to 7; the smallest is 8"
     with pytest.raises(TopologyError, match=message):
