@@ -13,7 +13,7 @@ from toys import Apply
 
 from chunkgraph.engine import Banks, CaptureOptions, Chunk, ChunkGraphs, StepPlan
 from chunkgraph.engine.capture.static_inputs import SlotStatics
-from chunkgraph.errors import CaptureError, ConfigError, ReplayMismatchError, SlotError
+from chunkgraph.errors import ConfigError, ReplayMismatchError, SlotError
 from chunkgraph.graphs import GraphBackend
 
 WIDTH = 8
@@ -218,21 +218,6 @@ def test_a_call_of_another_length_than_announced_is_named(graphs: ChunkGraphs) -
         graphs.step(plan=StepPlan([6])),
     ):
         sum(_forward(graphs, 6).sum() for _ in range(2))
-
-
-def test_a_sample_that_cannot_be_derived_fails_the_session(backend: GraphBackend) -> None:
-    def fails(*_: Any) -> Any:
-        raise RuntimeError("cannot be cut")
-
-    graphs = ChunkGraphs(
-        modules(backend.device)[:1], [2], backend=backend, banks=Banks(BANKS, fails)
-    )
-    _train(graphs, 12)
-    with (
-        pytest.raises(CaptureError, match="cannot be cut"),
-        graphs.step(1, plan=StepPlan([12])),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("bad", [12, 6])

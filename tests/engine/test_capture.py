@@ -26,7 +26,6 @@ from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, StepMode
 from chunkgraph.engine.capture import session
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
-from chunkgraph.schedules import megatron_schedule
 
 
 def train_steps(graphs: ChunkGraphs, backend: GraphBackend, num_steps: int) -> None:
@@ -102,23 +101,6 @@ def test_on_failure_eager_warns_once_and_trains_on() -> None:
         train_steps(graphs, backend, num_steps=3)
     assert len(records) == 1
     assert dict(graphs.counters.fallbacks) == {"capture warmup": 1, "capture failed": 3}
-
-
-def test_release_and_capture_again(
-    make_pipeline: Callable[..., Any], backend: GraphBackend
-) -> None:
-    schedules = [megatron_schedule(2, 1, m, None) for m in (2, 3, 4)]
-    eager, graphed = make_pipeline(2), make_pipeline(2)
-    graphed.attach([(2,), (1,)], backend)
-    for seed in (1, 2):
-        assert graphed.train(schedules, seed).equals(eager.train(schedules, seed))
-        for graphs in graphed.graphs:
-            assert graphs.report is not None
-            graphs.release()
-            assert graphs.report is None
-    counters = graphed.graphs[0].counters
-    assert (counters.capture_sessions, counters.captures) == (2, 4)
-    assert dict(counters.fallbacks) == {"capture warmup": 1, "released": 1}
 
 
 def test_the_cache_is_emptied_after_every_step_before_the_capture(

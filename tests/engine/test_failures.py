@@ -13,7 +13,7 @@ from torch import nn
 from toys import Apply
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
-from chunkgraph.errors import CaptureError, IllegalOperationError
+from chunkgraph.errors import CaptureError, IllegalOperationError, ReplayMismatchError
 from chunkgraph.graphs import RecorderBackend
 
 WIDTH = 256
@@ -117,3 +117,13 @@ def test_unknown_containers_as_outputs_are_named() -> None:
         graphs.callables[0](torch.randn(2, 8)).value.sum().backward()
     with pytest.raises(CaptureError, match=r"no tensors in Hidden.*Return tuples"), graphs.step(1):
         pass
+
+
+def test_gradients_of_parameters_by_autograd_grad_are_refused() -> None:
+    module = nn.Linear(8, 8)
+    graphs = ChunkGraphs(module, 1, backend=RecorderBackend())
+    graphs.capture([torch.randn(2, 8)])
+    with pytest.raises(ReplayMismatchError, match=r"autograd\.grad.*gradients of"), graphs.step(1):
+        torch.autograd.grad(graphs.callables[0](torch.randn(2, 8)).sum(), [*module.parameters()])
+    with graphs.step(1):
+        graphs.callables[0](torch.randn(2, 8)).sum().backward()

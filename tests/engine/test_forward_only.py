@@ -10,7 +10,7 @@ from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.program import FORWARD_ONLY
-from chunkgraph.errors import CaptureError, VerifyError
+from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import GraphBackend
 
 
@@ -56,23 +56,6 @@ def test_what_needs_a_gradient_is_refused(backend: GraphBackend) -> None:
     module[3].requires_grad_(True)
     with pytest.raises(CaptureError, match=r"without a backward, but 3\.weight requires grad"):
         graphs_of(module, backend).capture([x])
-
-
-def test_shadow_finds_a_wrong_forward(backend: GraphBackend) -> None:
-    module = model(backend)
-    graphs = graphs_of(module, backend, verify="shadow")
-    x = torch.randn(3, 8, device=backend.device)
-    graphs.capture([x])
-    slot = graphs._captured.slots[0][0]  # type: ignore[union-attr]
-    replay = slot.graphs["F"].replay
-
-    def and_spoil() -> None:
-        replay()
-        slot.outputs.tensors[0].add_(1)
-
-    slot.graphs["F"].replay = and_spoil  # type: ignore[method-assign]
-    with pytest.raises(VerifyError, match="replayed forward of microbatch 0"), graphs.step(1):
-        graphs.callables[0](x)
 
 
 @pytest.mark.parametrize("verify", ["none", "shadow", "poison"])

@@ -13,7 +13,6 @@ from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.capture.restore import restoring_writes
-from chunkgraph.graphs import GraphBackend
 
 
 class Counting(nn.Module):
@@ -112,34 +111,3 @@ def test_compiled_kernels_write_as_in_eager(verify: str) -> None:
     with graphs.step(4):
         actual = run(module, graphs.callables[0])
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-
-
-# A capture session changes no model, random generator or sample.
-
-WIDTH = 8
-
-
-def test_calls_without_gradients_are_no_samples(backend: GraphBackend) -> None:
-    """An evaluation or a teacher's forward in a warmup step has other arguments."""
-    module = nn.Linear(WIDTH, WIDTH).to(backend.device)
-    graphs = ChunkGraphs([module], [1], backend=backend)
-    for _ in range(3):
-        with graphs.step(1):
-            with torch.no_grad():
-                graphs.callables[0](torch.ones(5, WIDTH, device=backend.device))
-            graphs.callables[0](torch.ones(3, WIDTH, device=backend.device)).sum().backward()
-    assert graphs.counters.replays == 2
-
-
-def test_calls_without_backward_are_no_samples(backend: GraphBackend) -> None:
-    """The layouts of their output's gradients are unknown."""
-    module = nn.Linear(WIDTH, WIDTH).to(backend.device)
-    graphs = ChunkGraphs([module], [1], backend=backend)
-    x = torch.ones(3, WIDTH, device=backend.device)
-    for runs_backward in (False, True, True, True):
-        with graphs.step(1):
-            y = graphs.callables[0](x).sum()
-            if runs_backward:
-                y.backward()
-    assert graphs.counters.fallbacks == {"capture warmup": 2}
-    assert graphs.counters.replays == 2

@@ -8,12 +8,10 @@ import pytest
 import torch
 from split_models import as_split, assert_equal, check_step, gradients, inputs_of, pair
 from torch import nn
-from toys import Apply, Tower, all_equal, counting, sample, towers, train, train_microbatch
+from toys import Apply, all_equal, counting, sample, towers, train, train_microbatch
 
 from chunkgraph.engine import (
-    FORWARD_ONLY,
     CaptureOptions,
-    Chunk,
     ChunkGraphs,
     mark_constant,
 )
@@ -70,28 +68,6 @@ def test_split_backwards_that_sleep_between_all_steps(backend: GraphBackend, nam
         assert_equal(gradients(module), gradients(eager))
         if number:
             nap(graphs)
-
-
-def test_a_frozen_chunk_before_a_trained_one(backend: GraphBackend) -> None:
-    torch.manual_seed(2)
-    frozen, trained = (Tower().to(backend.device) for _ in range(2))
-    frozen.requires_grad_(False)
-    chunks = [
-        Chunk.from_module(frozen, "chunk 0", program=FORWARD_ONLY),
-        Chunk.from_module(trained, "chunk 1"),
-    ]
-    graphs = ChunkGraphs(chunks, [1, 1], backend=backend)
-    for number in range(4):
-        x = sample(backend).detach()
-        torch.manual_seed(number)
-        expected = train_microbatch(lambda x: trained(frozen(x)), x)
-        torch.manual_seed(number)
-        with graphs.step(1):
-            result = train_microbatch(lambda x: graphs.callables[1](graphs.callables[0](x)), x)
-        assert torch.equal(result, expected)
-        if number:
-            nap(graphs)
-    assert graphs.counters.replays == 6
 
 
 def test_constant_inputs_are_loaded_again(backend: GraphBackend) -> None:

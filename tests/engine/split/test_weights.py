@@ -16,7 +16,6 @@ from split_models import (
     assert_equal,
     gradients,
     inputs_of,
-    pair,
     run_eagerly,
     run_split,
     unseen,
@@ -361,26 +360,6 @@ def test_no_input_gradient_means_no_input_graph() -> None:
     report = graphs.capture([inputs_of(backend.device, 1, requires_grad=False)[0]])
     assert report.num_graphs == 4
     assert all("I" not in slot.graphs for slot in graphs._captured.slots[0])
-
-
-def test_gradients_may_be_cleared_between_the_halves() -> None:
-    backend = RecorderBackend()
-    eager, module = pair("layers", backend.device)
-    first, second = inputs_of(backend.device, 2)
-    graphs = as_split(module, backend)
-    graphs.capture([first])
-    torch.manual_seed(1)
-    run_eagerly(eager, [first])
-    eager.zero_grad()
-    run_eagerly(eager, [second])
-    torch.manual_seed(1)
-    with graphs.step(2):
-        backward(graphs, first)
-        graphs.weights.run(0)
-        backward(graphs, second)
-        module.zero_grad()
-        graphs.weights.run(0)
-    assert_equal(gradients(module), gradients(eager))
 
 
 def test_eager_steps_have_a_weight_half_of_a_chunk_without_backward() -> None:
