@@ -148,8 +148,6 @@ def test_a_step_is_announced_once_and_never_left_open() -> None:
     with pytest.raises(SlotError, match="before announce"):
         graphs.capture([torch.ones(2, 4)])
     plain = ChunkGraphs([torch.nn.Linear(4, 4)], [1], backend=RecorderBackend())
-    with pytest.raises(ValueError, match="takes_misfits"), plain.step(1, plan=StepPlan(misfit="")):
-        pass
     with pytest.raises(ValueError, match="takes_misfits"):
         plain.announce(StepPlan(misfit=""))
 
@@ -166,6 +164,3 @@ def test_announcements_are_taken_back_between_steps() -> None:
     graphs.announce(StepPlan(misfit=""))  # there is no earlier announcement left
     with graphs.step(1):
         pass
-    plain = ChunkGraphs([torch.nn.Linear(4, 4)], [1], backend=RecorderBackend())
-    with pytest.raises(ValueError, match="takes_misfits"):
-        plain.withdraw()

@@ -138,20 +138,6 @@ def test_generators_and_progress_are_declared_in_a_host() -> None:
     assert torch.equal(output.detach(), expected[None])
 
 
-def test_a_frozen_module_is_captured_on_its_device() -> None:
-    module = nn.Linear(4, 4).requires_grad_(False)
-    graphs = ChunkGraphs([module], [1])
-    for seed in range(3):
-        torch.manual_seed(seed)
-        x = torch.randn(2, 4, requires_grad=True)
-        with graphs.step(1):
-            graphs.callables[0](x).square().sum().backward()
-        expected = x.detach().requires_grad_()
-        module(expected).square().sum().backward()
-        assert torch.equal(x.grad, expected.grad)
-    assert graphs.counters.replays == 2
-
-
 def test_a_module_without_a_device_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"chunk 0: the parameters are on no device\. Put all"):
         ChunkGraphs([nn.Tanh()], [1])

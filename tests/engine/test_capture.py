@@ -126,31 +126,6 @@ def test_the_cache_is_emptied_after_every_step_before_the_capture(
     assert modes == []
 
 
-def test_accumulators_that_ddp_keeps_from_another_stream_do_not_disturb(
-    backend: GraphBackend,
-) -> None:
-    (module,) = towers(backend, False)
-    kept = [p.expand_as(p).grad_fn.next_functions[0][0] for p in module.parameters()]
-    hooked: list[torch.Tensor] = []
-    for node in kept:
-        node.register_hook(lambda *_: hooked.append(_))
-    graphs = ChunkGraphs([module], [2], backend=backend)
-    x = sample(backend)
-    before = dict(module.named_parameters())
-    for p in module.parameters():
-        p.main_grad = torch.zeros_like(p)
-    graphs.capture([(x,)])
-    assert all(p is before[name] for name, p in module.named_parameters())
-    with graphs.step(1):
-        torch.manual_seed(5)
-        train_microbatch(graphs.callables[0], x)
-    assert not hooked
-    torch.manual_seed(5)
-    train_microbatch(module, x)
-    assert torch.equal(module.linear.weight.main_grad, module.linear.weight.grad)
-    assert len(hooked) == len(kept)
-
-
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("failing", [None, 0, 1])
 def test_all_ranks_take_every_decision_alike(failing: int | None) -> None:

@@ -310,10 +310,9 @@ class Free(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
-        self.global_step, self.calls = 0, 0
-        self.history: list[float] = []
+        self.global_step, self.calls, self.history = 0, 0, []
         self.cache: dict[int, torch.Tensor] = {}
-        self.unread = torch.ones(2)
+        self.unread: Any = torch.ones(2)
         self.last_mean: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -180,18 +180,6 @@ def test_calls_with_gradients_are_eager() -> None:
     assert graphs.forward_only.counters.replays == 1
 
 
-def test_gradient_memory_may_be_gone() -> None:
-    module, graphs = linear()
-    add_to_main_grads(module)
-    for parameter in module.parameters():
-        parameter.main_grad.untyped_storage().resize_(0)
-    x = torch.randn(3, 4)
-    evaluate(graphs, x)
-    (result,) = evaluate(graphs, x)
-    assert torch.equal(result, module(x))
-    assert graphs.forward_only.counters.replays == 1
-
-
 def test_a_changed_model_is_eager_by_name() -> None:
     module, graphs = linear()
     x = torch.randn(3, 4)
@@ -285,16 +273,12 @@ def test_moved_memory_is_captured_again_at_once(backend: GraphBackend, by_storag
     assert len(graphs.forward_only.counters.recaptures) == 4  # the first capture comes later
 
 
-def test_other_changes_and_refusals_keep_their_error(backend: GraphBackend) -> None:
-    for how, change in (("refuse", "was moved to other memory"), ("recapture", "0.3 at the capt")):
-        graphs = new_graphs(backend, on_moved_memory=how)
-        loop(graphs, [("t", 1), ("t", 1)], eager=False)
-        if how == "refuse":
-            Offloading(graphs, by_storage=False).move()
-        else:
-            graphs.chunks[0].module.dropout.p = 0.1  # type: ignore[union-attr]
-        with pytest.raises(ReplayMismatchError, match=change):
-            loop(graphs, [("t", 1)], eager=False)
+def test_other_changes_keep_their_error(backend: GraphBackend) -> None:
+    graphs = new_graphs(backend, on_moved_memory="recapture")
+    loop(graphs, [("t", 1), ("t", 1)], eager=False)
+    graphs.chunks[0].module.dropout.p = 0.1  # type: ignore[union-attr]
+    with pytest.raises(ReplayMismatchError, match=r"0\.3 at the capt"):
+        loop(graphs, [("t", 1)], eager=False)
 
 
 def test_dropped_graphs_are_captured_again_without_warmup(backend: GraphBackend) -> None:

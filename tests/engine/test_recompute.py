@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -85,13 +86,7 @@ def test_a_slot_holds_only_the_inputs_of_what_is_recomputed(backend: GraphBacken
 
 
 def _chunk(layer: nn.Module, forward: Any, **options: Any) -> Chunk:
-    return Chunk(
-        forward=forward,
-        parameters=tuple(layer.parameters()),
-        label="rank 0 chunk 0",
-        module=layer,
-        **options,
-    )
+    return replace(Chunk.from_module(layer, "rank 0 chunk 0", **options), forward=forward)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -29,23 +29,13 @@ class Counting(nn.Module):
         return [self.get_buffer("calls"), *self.listed, self.scale]
 
 
-def chunk_of(module: Counting) -> Chunk:
-    return Chunk(
-        forward=module,
-        parameters=tuple(module.parameters()),
-        label="counting",
-        module=module,
-        buffers=tuple(module.buffers()),
-    )
-
-
 @pytest.mark.parametrize("is_seen", [True, False], ids=["operator", "unknown kernel"])
 def test_writes_are_undone(is_seen: bool) -> None:
     """Any write to memory other than parameters is undone."""
     module = Counting()
     before = [t.detach().clone() for t in module.tensors()]
     pending = module.scale * module.get_buffer("calls")  # saves both
-    with restoring_writes(chunk_of(module)), torch.no_grad():
+    with restoring_writes(Chunk.from_module(module, "counting")), torch.no_grad():
         for tensor in module.tensors()[: 3 if is_seen else 2]:
             if is_seen:
                 tensor.add_(1.0)
@@ -64,7 +54,7 @@ def test_memory_without_writes_is_not_written(tmp_path: Path) -> None:
         table = np.memmap(tmp_path / "table", dtype=np.float32, mode="r")
         module.listed += [torch.from_numpy(table), torch.zeros(3)]
     module.listed[-1].untyped_storage().resize_(0)
-    with restoring_writes(chunk_of(module)):
+    with restoring_writes(Chunk.from_module(module, "counting")):
         module.listed[0].add_(1.0)
     assert not module.listed[0].any()
 

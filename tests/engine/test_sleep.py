@@ -97,21 +97,6 @@ def x(graphs: ChunkGraphs) -> torch.Tensor:
     return sample(RecorderBackend())
 
 
-def test_nothing_of_the_memory_survives(graphs: ChunkGraphs, x: torch.Tensor) -> None:
-    """Static inputs, too."""
-    train(graphs, x)
-    (slot,) = graphs._captured.slots[0]
-    static = *slot.inputs.tensors, *slot.output_grads.tensors
-    assert not any(t.isnan().any() for t in static)
-    graphs.sleep()
-    assert all(t.isnan().all() for t in (*static, *slot.outputs.tensors))
-    graphs.sleep()  # again is fine
-    graphs.wake()
-    assert all(t.isnan().all() for t in static)
-    graphs.wake()
-    train(graphs, x)
-
-
 def test_a_call_while_asleep_says_what_to_do(graphs: ChunkGraphs, x: torch.Tensor) -> None:
     graphs.sleep()
     for arguments in ({}, {"eager": True}, {"forward_only": True}):
@@ -140,15 +125,6 @@ def test_sleep_without_graphs_does_nothing(x: torch.Tensor) -> None:
         assert graphs.is_asleep is is_captured
         graphs.wake()
     assert graphs.counters.replays == 2
-
-
-def test_sleep_inside_a_step_is_refused(graphs: ChunkGraphs, x: torch.Tensor) -> None:
-    with graphs.step(1):
-        y = graphs.callables[0](x)
-        with pytest.raises(SlotError, match=r"sleep\(\) was called inside a step of .*chunk 0"):
-            graphs.sleep()
-        y.sum().backward()
-    assert not graphs.is_asleep
 
 
 def test_memory_that_cannot_be_given_back(x: torch.Tensor) -> None:
