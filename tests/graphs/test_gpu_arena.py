@@ -209,10 +209,13 @@ def test_a_failed_wake_can_be_repeated(inputs: list[torch.Tensor]) -> None:
     graphs.release()
 
 
-@pytest.mark.parametrize("is_asleep", [False, True])
-def test_release_gives_everything_back(inputs: list[torch.Tensor], is_asleep: bool) -> None:
+@pytest.mark.parametrize(("can_sleep", "is_asleep"), [(False, False), (True, False), (True, True)])
+def test_release_gives_everything_back(
+    inputs: list[torch.Tensor], can_sleep: bool, is_asleep: bool
+) -> None:
+    """Eager steps after graphs, such as reruns, have the memory of eager training."""
     model = new_model()
-    graphs = new_graphs(model)
+    graphs = new_graphs(model, can_sleep=can_sleep)
     train(graphs, inputs)
     before, reserved = used_bytes(), torch.cuda.memory_reserved()
     for _ in range(3):

@@ -305,19 +305,6 @@ def test_copies_precede_all_branches_of_a_graph(backend: GraphBackend) -> None:
 
 
 @pytest.mark.gpu
-def test_a_released_graph_loads_nothing() -> None:
-    backend = CUDABackend()
-    x = torch.zeros(2, device=backend.device)
-    with backend.capture("graph", backend.new_pool("slot"), targets=[memory_of(x)]) as graph:
-        x + 1
-    (node,) = graph.copy_nodes
-    graph.release()
-    assert node is not None
-    with pytest.raises(RuntimeError, match="released"):
-        node.read(torch.ones_like(x).data_ptr())
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("is_changed", [True, False])
 def test_replays_equal_eager_with_and_without_copy_nodes(is_changed: bool) -> None:
     """Without them, the host starts the copies."""
