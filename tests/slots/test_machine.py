@@ -3,11 +3,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from drawn_schedules import legal_steps
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkgraph.errors import SlotError
-from chunkgraph.schedules import Op, build_schedule, get_family, legal_counts, list_schedules
+from chunkgraph.schedules import Op, build_schedule, legal_counts
 from chunkgraph.slots import SlotMachine, assign_slots, plan_slots
 
 
@@ -73,31 +74,6 @@ def test_abort_frees_everything_and_the_next_step_starts_clean(running):
     assert running.acquire_forward(0) == 0
 
 
-def test_message_of_a_long_step_stays_short():
-    machine = SlotMachine([1], "rank 3")
-    machine.begin_step()
-    for _ in range(500):
-        slot = machine.acquire_forward(0)
-        machine.begin_backward(0, slot)
-        machine.release(0, slot)
-    text = refused(lambda: machine.release(0, 0), "... 1488 earlier")
-    assert len(text.splitlines()) < 25
-
-
-@st.composite
-def steps(draw):
-    """Draw a rank of a schedule family, and microbatch counts of several steps."""
-    name = draw(st.sampled_from(list_schedules()))
-    family = get_family(name)
-    num_chunks = family.num_chunks or draw(st.integers(2, 4))
-    num_ranks = draw(st.integers(2 if num_chunks > 1 else 1, 5))
-    group_size = draw(st.integers(num_ranks, 2 * num_ranks)) if family.interleaves else None
-    sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks, "group_size": group_size}
-    counts = legal_counts(**sizes, schedule=name).up_to(4 * (group_size or num_ranks))
-    chosen = draw(st.lists(st.sampled_from(counts), min_size=1, max_size=4))
-    return name, sizes, draw(st.integers(0, num_ranks - 1)), chosen
-
-
 def drive(machine, built, rank):
     """Run one step; return the slot of every (stage, microbatch)."""
     taken = {}
@@ -114,23 +90,23 @@ def drive(machine, built, rank):
     return taken
 
 
-@given(steps())
-def test_planned_slots_carry_every_legal_step(case):
-    name, sizes, rank, counts = case
-    plan = plan_slots(**sizes, rank=rank, schedule=name, max_num_microbatches=max(counts))
+@given(legal_steps(), st.randoms(use_true_random=False))
+def test_planned_slots_carry_every_legal_step(case, rng):
+    name, sizes, most = case
+    rank = rng.randrange(sizes["num_ranks"])
+    plan = plan_slots(**sizes, rank=rank, schedule=name, max_num_microbatches=most)
     machine = SlotMachine(plan.slots_per_chunk, f"rank {rank}")
-    for count in counts:
+    for count in legal_counts(**sizes, schedule=name).up_to(most)[-4:]:
         built = build_schedule(name, **sizes, num_microbatches=count)
         taken = drive(machine, built, rank)
         expected = assign_slots(built)
         assert taken == {key: expected[key] for key in taken}
 
 
-@given(steps(), st.randoms(use_true_random=False))
+@given(legal_steps(), st.randoms(use_true_random=False))
 def test_one_slot_less_is_not_enough(case, rng):
-    name, sizes, rank, _ = case
-    most = 4 * (sizes["group_size"] or sizes["num_ranks"]) - 1
-    most = max(legal_counts(**sizes, schedule=name).up_to(most))
+    name, sizes, most = case
+    rank = rng.randrange(sizes["num_ranks"])
     plan = plan_slots(**sizes, rank=rank, schedule=name, max_num_microbatches=most)
     chunk = rng.randrange(len(plan.slots_per_chunk))
     slots = list(plan.slots_per_chunk)

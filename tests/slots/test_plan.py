@@ -41,12 +41,6 @@ def test_1f1b_needs_one_slot_less_on_each_further_rank(num_ranks):
     assert [plan.peak_in_flight for plan in plans] == [num_ranks - r for r in range(num_ranks)]
 
 
-def test_no_legal_count_within_the_maximum_is_refused():
-    message = "no legal microbatch count up to 7; the smallest is 8"
-    with pytest.raises(TopologyError, match=message):
-        plan_slots(4, 2, rank=0, schedule="dualpipe-v", max_num_microbatches=7)
-
-
 def test_gpipe_needs_a_largest_count():
     with pytest.raises(ConfigError, match="max_num_microbatches"):
         plan_slots(4, rank=0, schedule="gpipe")
