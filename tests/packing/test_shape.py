@@ -153,13 +153,7 @@ def test_powers_of_two_up_to_half_and_32_for_short_rows() -> None:
         ({"buckets": [0.75, 1.0]}, (64,)),
     ],
 )
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_a_run_has(packing: dict, expected: tuple[int, ...], num_ranks: int) -> None:
-    """The same with context-parallel ranks that have as many rows each."""
-    if "context_parallel_sizes" in packing:  # these rows are already per rank
-        num_ranks = 1
-    if "max_packed_tokens" in packing:
-        packing = {**packing, "max_packed_tokens": packing["max_packed_tokens"] * num_ranks}
+def test_what_a_run_has(packing: dict, expected: tuple[int, ...]) -> None:
     config = config_from_mapping(
         {
             "device": "cuda",
@@ -169,9 +163,8 @@ def test_what_a_run_has(packing: dict, expected: tuple[int, ...], num_ranks: int
                 "ffn_hidden_size": 128,
                 "num_attention_heads": 4,
                 "layer_spec": "transformer_engine",
-                "seq_length": 2048 * num_ranks,
+                "seq_length": 2048,
             },
-            "pipeline": {"context_parallel_size": num_ranks},
             "train": {"micro_batch_size": 1, "num_microbatches": [2]},
             "packing": {"max_packed_seqs": 200, **packing},
         }

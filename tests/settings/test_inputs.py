@@ -73,13 +73,10 @@ def test_a_schedule_of_many_ranks_is_refused(tmp_path: Path) -> None:
     ("text", "arguments"),
     [
         ('model:\n  "a\\e[31m\\r\\ab": 1\n', ["plan", "a.yaml"]),
-        ('"a\\e[31m\\r\\ab": 1\n', ["config", "a.yaml"]),
         ('extends: "a\\e[31m\\r\\a.yaml"\n', ["plan", "a.yaml"]),
         (f"12\n{RAW}\n", ["packing", "a.yaml"]),
         ("", ["packing", f"{RAW}.npy"]),
-        ("", ["plan", f"{RAW}.yaml"]),
         ("", ["plan", "--schedule", f"{RAW}.csv"]),
-        ("", ["plan", "--pp", "2", "--schedule", RAW]),
         ("", ["launch", f"{RAW}.py"]),
         ("", ["plan", "--pp", "2", f"--{RAW}"]),
     ],
