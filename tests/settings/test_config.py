@@ -115,6 +115,22 @@ def test_all_wrong_values_are_named_at_once(small: Path) -> None:
         ),
         ("device=cpu; model.fp8=hybrid", ConfigError, ["model.fp8 is hybrid", "device=cuda"]),
         (
+            "device=cpu; moe.num_moe_experts=4; pipeline.tensor_model_parallel_size=2",
+            ConfigError,
+            ["only with sequence paral"],
+        ),
+        (
+            "device=cpu; moe.num_moe_experts=4",
+            ConfigError,
+            ["local experts train without biases only"],
+        ),
+        (
+            "device=cpu; model.recompute_granularity=selective"
+            "; model.recompute_modules=[layernorm]",
+            ConfigError,
+            ["recomputes these on GPUs only"],
+        ),
+        (
             "pipeline.sequence_parallel=true",
             TopologyError,
             ["tensor_model_parallel_size=1", "make the latter 2 or more"],
@@ -155,33 +171,6 @@ def test_a_changed_copy_is_checked(small: Path) -> None:
         config.replace(model={"num_layers": 5})
     with pytest.raises(ConfigError, match="unknown key 'layers'"):
         config.replace(model={"layers": 5})
-
-
-_EXPERTS = {"moe": {"num_moe_experts": 4}}
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({**_EXPERTS, "pipeline": {"tensor_model_parallel_size": 2}}, "only with sequence paral"),
-        (_EXPERTS, "local experts train without biases only"),
-        ({"model": {"recompute_modules": ["layernorm"]}}, "recomputes these on GPUs only"),
-    ],
-    ids=["experts-tensor-parallel", "experts-biases", "recomputed-norm"],
-)
-def test_what_megatron_would_fail_on_is_refused_by_the_check(
-    sections: dict[str, Any], message: str
-) -> None:
-    model = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4}
-    more = {"seq_length": 16, "recompute_granularity": "selective", **sections.get("model", {})}
-    raw = {
-        "device": "cpu",
-        "train": {"num_microbatches": [2]},
-        **sections,
-        "model": {**model, **more},
-    }
-    with pytest.raises(ConfigError, match=message):
-        config_from_mapping(raw)
 
 
 # A run's saved settings have the value of every default that depends on other settings.
