@@ -144,22 +144,18 @@ def test_modules_in_the_wrapper_of_torch_compile_have_a_mode(backend: GraphBacke
 
 
 def test_a_declared_cache_may_grow_in_an_eager_step(backend: GraphBackend) -> None:
-    module = Stack().to(backend.device)
-    chunk = replace(Chunk.from_module(module, "stage"), caches=("scale",))
-    graphs = capture(chunk, torch.ones(3, WIDTH, device=backend.device), backend=backend)
-    module.scale = torch.ones(4, device=backend.device)
-    with counting(graphs.counters, replays=1):
-        train(graphs, torch.ones(3, WIDTH, device=backend.device))
-
-
-def test_a_buffer_beside_a_declared_cache_may_not_be_replaced(backend: GraphBackend) -> None:
+    """A buffer beside it may not be replaced."""
     module = Stack().to(backend.device)
     module.register_buffer("table", torch.ones(2, device=backend.device))
     chunk = replace(Chunk.from_module(module, "stage"), caches=("table",))
-    graphs = capture(chunk, torch.ones(3, WIDTH, device=backend.device), backend=backend)
+    x = torch.ones(3, WIDTH, device=backend.device)
+    graphs = capture(chunk, x, backend=backend)
+    module.table = torch.ones(4, device=backend.device)
+    with counting(graphs.counters, replays=1):
+        train(graphs, x)
     module.scale = torch.ones(1, device=backend.device)
     with pytest.raises(ReplayMismatchError, match="scale was replaced by another tensor"):
-        train(graphs, torch.ones(3, WIDTH, device=backend.device))
+        train(graphs, x)
 
 
 def test_a_forward_that_replaces_a_buffer_is_refused(backend: GraphBackend) -> None:
