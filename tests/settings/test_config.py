@@ -125,8 +125,10 @@ def test_all_wrong_values_are_named_at_once(small: Path) -> None:
             ["local experts train without biases only"],
         ),
         (
-            "device=cpu; model.recompute_granularity=selective"
-            "; model.recompute_modules=[layernorm]",
+            (
+                "device=cpu; model.recompute_granularity=selective"
+                "; model.recompute_modules=[layernorm]"
+            ),
             ConfigError,
             ["recomputes these on GPUs only"],
         ),
