@@ -216,29 +216,3 @@ def test_many_microbatches_are_drawn_as_the_ends_of_their_step(name, is_folded):
 
 def _place(box):
     return box[1], box[0]
-
-
-def test_a_bar_joins_the_uses_of_every_slot(built):
-    slots, run = assign_slots(built), simulate(built)
-    root = ET.fromstring(draw_svg(run, slots=slots))
-    assert len(rects(root, "slot")) == len(slots) + 1
-    lanes = {rect.get("y") for rect in rects(root, "slot")[1:]}
-    keys = {
-        (rank, built.chunk_of(span.action.stage), slots[span.action.stage, span.action.microbatch])
-        for rank, spans in enumerate(run.spans)
-        for span in spans
-    }
-    assert len(lanes) == len(keys)
-
-
-def test_svg_names_ranks_title_slots_and_chunks():
-    built = CASES[0]
-    texts = [
-        text.text
-        for text in ET.fromstring(draw_svg(simulate(built), slots=assign_slots(built))).iter(
-            f"{SVG}text"
-        )
-    ]
-    assert "interleaved: 4 ranks, 2 chunks each, 12 microbatches" in texts
-    assert {"rank 0", "rank 3", "c1 s0", "F forward", "B backward"} <= set(texts)
-    assert "I input gradient" not in texts
