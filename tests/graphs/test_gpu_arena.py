@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from toys import add_to_main_grads, all_equal
+from toys import add_to_main_grads, all_equal, capturing
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.graphs import CUDABackend, tensor_at
@@ -227,6 +227,17 @@ def test_release_gives_everything_back(
         assert not graphs.is_asleep
         assert used_bytes() <= before + 32 * MIB
         assert torch.cuda.memory_reserved() <= reserved + 32 * MIB
+
+
+def test_a_failed_capture_frees_its_arena() -> None:
+    backend = CUDABackend(can_sleep=True)
+    x = torch.ones(64 * MIB, device="cuda")
+    before = used_bytes()
+    for _ in range(2):
+        with pytest.raises(Exception, match="chunk"), capturing(backend, "chunk"):
+            (x + 1).sum().item()
+    gc.collect()
+    assert used_bytes() <= before + 4 * MIB
 
 
 def test_other_engines_do_not_count_sleeping_memory_as_free(inputs: list[torch.Tensor]) -> None:
