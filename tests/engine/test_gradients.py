@@ -136,6 +136,21 @@ def test_gradients_that_cannot_move_to_sinks_are_refused(
         train(graphs, x)
 
 
+def test_gradients_may_lie_in_a_flat_buffer(backend: GraphBackend) -> None:
+    layers = [nn.Linear(8, 8, bias=False, device=backend.device) for _ in range(2)]
+    x = torch.randn(4, 8, device=backend.device)
+    graphs = capture(nn.Sequential(*layers), x, backend=backend)
+    train(graphs, x)
+    expected = [2 * layer.weight.grad for layer in layers]
+    flat = torch.empty(2, 8, 8, device=backend.device)
+    for layer, grad in zip(layers, flat, strict=True):
+        layer.weight.grad = grad.copy_(layer.weight.grad)
+    train(graphs, x)
+    assert torch.equal(flat, torch.stack(expected))
+    assert all(layer.weight.grad is not None for layer in layers)
+    assert layers[1].weight.grad.data_ptr() == flat[1].data_ptr()
+
+
 # Parameters whose gradients come from several engines or chunks.
 
 
