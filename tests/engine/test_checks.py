@@ -212,6 +212,20 @@ def test_a_hook_is_refused_at_the_capture_and_before_the_next_replay(loop: Loop,
         loop.step()
 
 
+@pytest.mark.parametrize("kind", ["forward", "gradient"])
+def test_a_hook_that_is_removed_before_the_step_ends_is_refused(loop: Loop, kind: str) -> None:
+    loop.capture()
+
+    def step() -> None:
+        with loop.graphs.step(2):
+            loop.graphs.callables[0](loop.rows()).sum().backward()
+            with hooked(loop, kind):
+                loop.graphs.callables[0](loop.rows()).sum().backward()
+
+    with pytest.raises(ReplayMismatchError, match=f"hook on {HOOKS[kind][1]}"):
+        step()
+
+
 def test_hooks_of_libraries_are_accepted(loop: Loop) -> None:
     def hook(*_: object) -> None:
         pass

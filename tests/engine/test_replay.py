@@ -80,6 +80,15 @@ def test_an_announced_change_of_shape_runs_the_whole_step_eagerly(backend: Graph
     assert dict(graphs.counters.fallbacks) == {"capture warmup": 1, "input shapes differ": 1}
 
 
+def test_samples_are_captured_for_one_shape_key(backend: GraphBackend) -> None:
+    graphs = ChunkGraphs(towers(backend, False), [2], backend=backend)
+    graphs.capture([(sample(backend, 4),)], shape_key=4)
+    for rows, mode in (4, StepMode.REPLAY), (6, StepMode.EAGER):
+        with graphs.step(1, shape_key=rows) as now:
+            train_microbatch(graphs.callables[0], sample(backend, rows))
+        assert now is mode
+
+
 def test_misuse_of_slots_and_steps(backend: GraphBackend) -> None:
     graphs = ChunkGraphs(towers(backend, False), [2], backend=backend)
     x = sample(backend)
