@@ -13,6 +13,7 @@ from torch import nn
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.capture.restore import restoring_writes
+from chunkgraph.graphs import GraphBackend
 
 
 class Counting(nn.Module):
@@ -101,3 +102,15 @@ def test_compiled_kernels_write_as_in_eager(verify: str) -> None:
     with graphs.step(4):
         actual = run(module, graphs.callables[0])
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_calls_without_gradients_are_no_samples(backend: GraphBackend) -> None:
+    """An evaluation or a teacher's forward in a warmup step has other arguments."""
+    module = nn.Linear(8, 8).to(backend.device)
+    graphs = ChunkGraphs([module], [1], backend=backend)
+    for _ in range(3):
+        with graphs.step(1):
+            with torch.no_grad():
+                graphs.callables[0](torch.ones(5, 8, device=backend.device))
+            graphs.callables[0](torch.ones(3, 8, device=backend.device)).sum().backward()
+    assert graphs.counters.replays == 2
