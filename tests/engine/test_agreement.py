@@ -132,6 +132,19 @@ def test_memory_that_was_replaced_on_one_rank_makes_all_capture_again(is_here: b
     assert len(released) == 1
 
 
+def test_memory_that_a_failed_step_replaces_is_noticed() -> None:
+    graphs = _graphs(Ranks())
+    is_replaced = False
+    graphs.watch_memory(lambda: is_replaced, graphs.release)
+    for _ in range(2):
+        _step(graphs)
+    is_replaced = True
+    with pytest.raises(KeyError), graphs.step(1):
+        raise KeyError
+    _step(graphs)
+    assert graphs.counters.fallbacks["memory of the graphs was replaced"] == 1
+
+
 def messages(num_ranks: int, main: Callable[[int, Any], None]) -> list[str]:
     """Return the message that each rank's ``main(rank, agree)`` raises, "" for none."""
     together = Agreeing(num_ranks)

@@ -180,6 +180,18 @@ def test_calls_with_gradients_are_eager() -> None:
     assert graphs.forward_only.counters.replays == 1
 
 
+def test_gradient_memory_may_be_gone() -> None:
+    module, graphs = linear()
+    add_to_main_grads(module)
+    for parameter in module.parameters():
+        parameter.main_grad.untyped_storage().resize_(0)
+    x = torch.randn(3, 4)
+    evaluate(graphs, x)
+    (result,) = evaluate(graphs, x)
+    assert torch.equal(result, module(x))
+    assert graphs.forward_only.counters.replays == 1
+
+
 def test_a_changed_model_is_eager_by_name() -> None:
     module, graphs = linear()
     x = torch.randn(3, 4)
