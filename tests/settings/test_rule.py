@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from chunkgraph._text import shorten, shown
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.megatron.rules.features import FILE_RULES, STASH_RULES
 from chunkgraph.settings import rules as file_rules
@@ -159,10 +158,3 @@ def test_the_rules_of_a_model_ask_for_fields_that_megatron_has() -> None:
         *("num_microbatches_with_partial_activation_checkpoints", "quant_recipe", "use_kitchen"),
     }
     assert _names_read_by(rules) - known - facts - some == set()
-
-
-def test_a_value_in_a_message_is_cut_at_200_characters() -> None:
-    assert shown("x" * 150) == "'" + "x" * 150 + "'"
-    assert shorten("y" * 201) == "y" * 197 + "..."
-    for value in (["ab"] * 10**6, {i: i for i in range(10**5)}, b"\0" * 10**7, "é" * 10**7):
-        assert 20 < len(shown(value)) <= 200
