@@ -20,20 +20,6 @@ import torch.distributed as dist
 from chunkgraph.errors import ConfigError, WorkerError, describe_loss
 from chunkgraph.jobs.processes import kill_stopped_ranks
 
-__all__ = [
-    "Agree",
-    "Agreement",
-    "Maximum",
-    "agree_alone",
-    "agree_on_cause",
-    "ask_store",
-    "job_timeout",
-    "lost_ranks_named",
-    "new_group",
-    "refuse_differences",
-    "refused_together",
-]
-
 Agree = Callable[[Sequence[int]], list[int]]
 """Element-wise maximum over all ranks of the job, on the host; the same list on every rank.
 

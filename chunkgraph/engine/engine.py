@@ -555,7 +555,7 @@ class ChunkGraphs:
 
         All ranks call it between the same steps.
         """
-        if self.is_asleep:  # with its inputs
+        if self.is_asleep and not self.recaptures:  # their inputs were not kept
             self.release()
             return
         if self._captured is not None:

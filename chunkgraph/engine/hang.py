@@ -20,9 +20,6 @@ from chunkgraph.engine.chunk import ReplayAction
 from chunkgraph.engine.observer import NamedReplays
 from chunkgraph.engine.slot import Slot
 
-__all__ = ["HangWatch", "hang_watches"]
-
-
 _NUM_EVENTS = 4096
 _PATIENCE_S = 10.0
 """Seconds without the end of any replay. Queues of the device may be longer than the timeout."""

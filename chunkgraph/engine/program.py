@@ -22,7 +22,7 @@ from chunkgraph.engine.passes import Pass
 from chunkgraph.engine.slot import InputGrads, Outputs, Slot, StaticInputs, StaticOutputGrads
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ConfigError
-from chunkgraph.graphs import AddressRanges, Graph, GraphBackend, Pool, storage_address
+from chunkgraph.graphs import AddressRanges, Allocation, Graph, GraphBackend, Pool, storage_address
 from chunkgraph.memory import PoolPlan
 
 Receive = Callable[[int, torch.Tensor], None]
@@ -79,13 +79,12 @@ class BackwardPlan:
     Attributes:
         num_graphs: number of its graphs.
         held_bytes: bytes that stay allocated between its actions; 0 if unknown.
-        scratch_bytes: `block_bytes` of what it allocates in scratch; None: what an eager backward
-            allocates.
+        in_scratch: what it allocates in scratch; None: what an eager backward allocates.
     """
 
     num_graphs: int = 1
     held_bytes: int = 0
-    scratch_bytes: int | None = None
+    in_scratch: tuple[Allocation, ...] | None = None
 
 
 class GraphProgram:
@@ -179,7 +178,7 @@ class ForwardOnly(GraphProgram):
                 f"{own.chunk.label}: it is captured without a backward, but an input requires "
                 "grad. Pass inputs that do not, or leave out program=FORWARD_ONLY."
             )
-        return BackwardPlan(num_graphs=0, scratch_bytes=0)
+        return BackwardPlan(num_graphs=0, in_scratch=())
 
 
 FORWARD_ONLY = ForwardOnly()

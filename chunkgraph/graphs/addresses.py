@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, Self
 
 import torch
+
+from chunkgraph.graphs.allocations import Allocation
 
 
 class AddressRange(NamedTuple):
@@ -102,12 +104,12 @@ class Pool(Protocol):
         return self.reserved().num_bytes
 
     @abstractmethod
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int, allocations: Sequence[Sequence[Allocation]] = ()) -> None:
         """Allocate about ``num_bytes`` from the device, in one piece that captures divide.
 
         Captures that allocate many small pieces waste memory at the end of each piece. This is a
         hint: if ``num_bytes`` is the peak of the captured work, the pool becomes no larger than
-        necessary.
+        necessary. With its free blocks it may need less for the ``allocations`` of each work.
         """
 
     @abstractmethod

@@ -42,11 +42,24 @@ class AllocationLog:
         return ()
 
 
-def block_bytes(allocations: Iterable[Allocation]) -> int:
-    """Return the size of one block in which the CUDA allocator places these allocations.
+def missing_bytes(
+    num_bytes: int, allocations: Sequence[Sequence[Allocation]], free: Sequence[int]
+) -> int:
+    """Return the size of the block that a pool with these free blocks needs; see `Pool.reserve`."""
+    if free and any(allocations):
+        return max(block_bytes(own, free) for own in allocations)
+    return num_bytes if num_bytes > max(free, default=0) else 0
+
+
+def block_bytes(allocations: Iterable[Allocation], free: Sequence[int] = ()) -> int:
+    """Return the size of one more block with which the CUDA allocator places these allocations.
 
     The allocator takes the smallest free piece, which may leave gaps, so this can exceed the most
     bytes in use at once.
+
+    Args:
+        allocations: The allocations.
+        free: Sizes of the free blocks that the pool has; if they suffice, the result is 0.
     """
     events: list[tuple[int, int, int]] = []  # number, allocation, bytes; negative to free
     for i, allocation in enumerate(allocations):
@@ -57,16 +70,16 @@ def block_bytes(allocations: Iterable[Allocation]) -> int:
                 events.append((allocation.end, i, -size))
     events.sort()
     peak = max(accumulate(size for _, _, size in events), default=0)
-    size = -(-peak // _STEP_BYTES) * _STEP_BYTES
-    step = max(_STEP_BYTES, size // 64 // _STEP_BYTES * _STEP_BYTES)
-    while not _fits(events, size):
+    step = max(_STEP_BYTES, max(peak // 64, sum(free) // 8) // _STEP_BYTES * _STEP_BYTES)
+    size = max(0, -(-(peak - sum(free)) // _STEP_BYTES) * _STEP_BYTES)
+    while not _fits(events, [*free, size]):
         size += step
     return size
 
 
-def _fits(events: Iterable[tuple[int, int, int]], num_bytes: int) -> bool:
-    """Return whether a best-fit allocator serves the events from one block."""
-    free = {0: num_bytes}  # start -> bytes
+def _fits(events: Iterable[tuple[int, int, int]], blocks: Sequence[int]) -> bool:
+    """Return whether a best-fit allocator serves the events from blocks of these sizes."""
+    free = {place << 60: size for place, size in enumerate(blocks)}  # start -> bytes
     used: dict[int, tuple[int, int]] = {}
     for _, i, size in events:
         if size < 0:

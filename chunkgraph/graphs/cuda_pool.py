@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Self
 
@@ -12,7 +12,7 @@ import torch
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges, Pool, tensor_at
-from chunkgraph.graphs.allocations import Allocation, AllocationLog
+from chunkgraph.graphs.allocations import Allocation, AllocationLog, missing_bytes
 from chunkgraph.graphs.arena import Arena
 
 
@@ -68,16 +68,16 @@ class CUDAPool(Pool):
         """Return a storage on the pool's memory that keeps no block in use."""
         return tensor_at(start, num_bytes, self.device).untyped_storage()
 
-    def reserve(self, num_bytes: int) -> None:
-        """Allocate and free one segment of this size for later captures; not during a capture.
+    def reserve(self, num_bytes: int, allocations: Sequence[Sequence[Allocation]] = ()) -> None:
+        """Allocate and free one segment for later captures; not during a capture. See `Pool`.
 
         Do nothing if the allocator is configured not to split large blocks: captures could not use
         the segment.
         """
+        blocks = (block for segment in self._segments() for block in segment["blocks"])
+        free = [block["size"] for block in blocks if block["state"] == "inactive"]
+        num_bytes = missing_bytes(num_bytes, allocations, free)
         if num_bytes > 0 and not _keeps_large_blocks_whole():
-            blocks = (block for segment in self._segments() for block in segment["blocks"])
-            if any(b["state"] == "inactive" and b["size"] >= num_bytes for b in blocks):
-                return
             if self._arena is not None:
                 with suppress(torch.OutOfMemoryError):  # torch raises one that says more
                     self._arena.prepare(num_bytes)

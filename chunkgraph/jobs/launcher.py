@@ -30,8 +30,6 @@ from chunkgraph.jobs.processes import (
     follows_from_another,
 )
 
-__all__ = ["Launcher", "check_gpus"]
-
 _POLL_S = 0.05
 _EXPLAIN_S = 5.0
 """Time for the rank that caused the failure of another one to end."""

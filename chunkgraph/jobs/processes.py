@@ -23,24 +23,6 @@ from typing import NoReturn
 from chunkgraph._text import escape
 from chunkgraph.errors import ChunkGraphError, WorkerError, describe_loss
 
-__all__ = [
-    "EXIT_FAILED",
-    "EXIT_INTERRUPTED",
-    "EXIT_USAGE",
-    "PARENT_PID_VARIABLE",
-    "REPORT_FOLDER_VARIABLE",
-    "die_with_parent",
-    "exit_code_of",
-    "first_failure",
-    "follows_from_another",
-    "guard_session",
-    "keep_quiet",
-    "kill_stopped_ranks",
-    "leave",
-    "run_rank",
-    "write_error",
-]
-
 PARENT_PID_VARIABLE = "CHUNKGRAPH_PARENT_PID"
 """Environment variable with the process id of a child's parent."""
 REPORT_FOLDER_VARIABLE = "CHUNKGRAPH_REPORT_FOLDER"

@@ -13,8 +13,6 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-__all__ = ["main"]
-
 
 def main() -> int:
     """Run torchrun; return 0, the first failed rank's exit code, or 128 + the signal's number."""

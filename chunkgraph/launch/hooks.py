@@ -55,8 +55,6 @@ from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.site import new_agreement
 from chunkgraph.schedules import splits_backward
 
-__all__ = ["ChunkGraphsInPretrain", "StepMetrics", "capture_line", "enable", "start_line"]
-
 _PROFILES = ("profile", "use_pytorch_profiler", "nvtx_ranges")
 """Megatron's flags of profilers, which show the names of replays."""
 _NUM_TIMED = 20
@@ -156,7 +154,6 @@ class ChunkGraphsInPretrain:
                 self._attach(self.flags, model, chunks, undo)
                 if optimizer is not None and self.flags.capture.captures_optimizer:
                     self._attach_optimizer(optimizer, undo)
-                    undo.callback(StepChecks().close)
             elif self._schedule != "auto":
                 self._driver = eager_driver(chunks, self._schedule)
                 undo.callback(self._driver.close)
@@ -201,6 +198,7 @@ class ChunkGraphsInPretrain:
         if step.always_succeeds:  # Megatron's loop reads the scale in every step
             scale = UnitScale(optimizer.get_loss_scale())
             undo.callback(patch_attributes(optimizer, {"get_loss_scale": lambda: scale}))
+        undo.callback(StepChecks(step).close)
         if step.why_eager:
             _print_on_rank_0(f"chunk graphs: the optimizer runs eagerly: {step.why_eager}")
 

@@ -56,13 +56,14 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
     refuse_other_releases()
     arguments, training = _import_training()
     add, *_ = private_names(_ARGUMENTS, "add_megatron_arguments", "parse_args")
-    train, set_up, get_schedule, log, print_last = private_names(
+    train, set_up, get_schedule, log, print_last, save = private_names(
         _TRAINING,
         "train",
         "setup_model_and_optimizer",
         "get_forward_backward_func",
         "training_log",
         "print_rank_last",
+        "save_checkpoint_and_time",
     )
     numbers = LateNumbers()
     log_signature = inspect.signature(log)
@@ -131,6 +132,7 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
         "get_forward_backward_func": get_forward_backward_func,
         "training_log": training_log,
         "print_rank_last": print_rank_last,
+        "save_checkpoint_and_time": partial(numbers.write_first, save),
         **_reductions(hooks),
     }
     undo.callback(patch_attributes(training, replacements))
@@ -192,17 +194,14 @@ class LateNumbers:
             if tensorboard is not None:
                 tensorboard.flush()
 
-        def finish(*args: Any, **kwargs: Any) -> Any:
-            self.write()
-            return end(*args, **kwargs)
-
         with ExitStack() as undo:
             if tensorboard is not None:
                 later = partial(self._add, tensorboard.add_scalar)
                 undo.callback(patch_attributes(tensorboard, {"add_scalar": later}))
             if wandb is not None:
-                later, end = partial(self._add, wandb.log), wandb.finish
-                undo.callback(patch_attributes(wandb, {"log": later, "finish": finish}))
+                finish = partial(self.write_first, wandb.finish)
+                log = partial(self._add, wandb.log)
+                undo.callback(patch_attributes(wandb, {"log": log, "finish": finish}))
             undo.push(write_last)
             yield
 
@@ -216,6 +215,11 @@ class LateNumbers:
             elif not _is_done(event, end):
                 return
             call()
+
+    def write_first(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Write the numbers so far, then call ``function``, after which the process may end."""
+        self.write()
+        return function(*args, **kwargs)
 
     def _add(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         call = partial(function, *map(_sent, args), **_sent(kwargs))

@@ -2,8 +2,10 @@
 
 With ``--check-for-nan-in-loss-and-grad`` the host waits for the device at each loss, and at the
 norm of each bucket of gradients. `StepChecks` keeps them on the device until Megatron decides
-whether the step runs again, before the optimizer. If one fails on any rank, Megatron makes all
-again, one by one, so that messages, reruns, checkpoints and exit codes are its own.
+whether the step runs again. Then the host launches all of the optimizer's step that changes no
+parameter, and waits for the checks while the device still works on it. If one fails on any rank,
+Megatron makes all again, one by one, so that messages, reruns, checkpoints and exit codes are its
+own.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
+from chunkgraph.megatron.optimizer import MegatronOptimizerStep
 
 
 class StepChecks:
@@ -22,9 +25,13 @@ class StepChecks:
 
     Checks of the first iteration, of steps that run again and with injected errors are Megatron's.
     So are a script's own, such as for spiky losses; before them the host makes postponed ones.
+
+    Args:
+        optimizer: The step of the optimizer, which begins while the host waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: MegatronOptimizerStep) -> None:
+        self._optimizer = optimizer
         module = import_megatron("megatron.core.rerun_state_machine")
         self._modes, self._states = module.RerunMode, module.RerunState
         self._machine = machine = module.get_rerun_state_machine()
@@ -58,10 +65,16 @@ class StepChecks:
 
     def should_run_forward_backward(self, data_iterator: Any) -> bool:
         """Return whether the step runs (again); see Megatron's method of this name."""
-        if self._may_postpone() and not self._has_failed():
-            self._values, self._checks = [], []
-            self._machine.state = self._states.NOT_RUNNING_YET
-            return False
+        if self._may_postpone():
+            flag, is_sent = self._failure()  # first: all ranks reduce it before the norm
+            if self._optimizer.always_succeeds:
+                self._optimizer.begin()
+            is_sent.synchronize()
+            if not flag:
+                self._values, self._checks = [], []
+                self._machine.state = self._states.NOT_RUNNING_YET
+                return False
+        self._optimizer.withdraw()
         self._make_postponed()
         return bool(self._decide(data_iterator))
 
@@ -74,15 +87,17 @@ class StepChecks:
             and not machine.error_injector.should_inject_errors
         )
 
-    def _has_failed(self) -> bool:
-        """Return whether a check failed, if Megatron runs steps again, on any rank."""
+    def _failure(self) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Send the host whether a check failed, if Megatron runs steps again, on any rank."""
         machine = self._machine
         flag = torch.full((1,), machine.rerun_requested, dtype=torch.int32, device="cuda")
         if self._values:
             flag.add_(torch.stack(self._values).isfinite().all().logical_not())
         if machine.mode != self._modes.DISABLED:
             dist.all_reduce(flag)
-        return bool(flag)
+        sent, is_sent = flag.to("cpu", non_blocking=True), torch.cuda.Event()
+        is_sent.record()
+        return sent, is_sent
 
     def _make_postponed(self) -> None:
         """Make the postponed checks, for which the host waits."""

@@ -469,7 +469,7 @@ class MegatronChunkGraphs:
         """
         step = MegatronOptimizerStep(optimizer, self.site, self.engine.backend)
         self._undo.callback(step.close)
-        self.engine.memory.step_graphs[self.engine] += [step.gradients, step.casts]
+        self.engine.memory.step_graphs[self.engine].append(step.gradients)
         return step
 
     def name_replays(self) -> None:

@@ -1,12 +1,12 @@
-"""The step of Megatron's optimizer in two graphs: norm and clipping; casts of parameters.
+"""The step of Megatron's optimizer, of which one graph holds the norm and clipping.
 
-The first graph holds Megatron's own step up to the inner optimizer, captured after an eager step.
-Where Megatron reads a number from the device the capture keeps it there: the norm that scales
-gradients, and the count of zeros. With a loss scale, Megatron's look for overflows stays in front
-of it, the one read it keeps. The inner optimizer (Adam) runs eagerly, for the host launches it
-while the first graph runs: kernels that read learning rate and step from the device are slower, and
-round differently. The second graph casts main to model parameters; the gather of a distributed
-optimizer's parameters follows, as it follows the eager step.
+The graph holds Megatron's own step up to the inner optimizer, captured after an eager step. Where
+Megatron reads a number from the device the capture keeps it there: the norm that scales gradients,
+and the count of zeros. With a loss scale, Megatron's look for overflows stays in front of it, the
+one read it keeps. The inner optimizer (Adam) and the copies of main to model parameters run
+eagerly, for the host launches them while the graph runs: kernels that read learning rate and step
+from the device are slower, and round differently. The gather of a distributed optimizer's
+parameters follows, as it follows the eager step.
 
 A step whose gradients and constants are not those of the graph runs eagerly. On a GPU it has the
 same collectives in the same order, so ranks need not agree.
@@ -80,7 +80,6 @@ class MegatronOptimizerStep:
         why_eager: Why all steps run eagerly, or "".
         always_succeeds: Whether no step can overflow or be skipped, on all ranks.
         gradients: The graph of gradients, norm and clipping; it counts captures and replays.
-        casts: The graph of casts.
     """
 
     def __init__(self, optimizer: Any, site: Site, backend: GraphBackend) -> None:
@@ -98,15 +97,15 @@ class MegatronOptimizerStep:
         self.always_succeeds = not may_fail
         if any_eager and backend.name == "recorder":
             self.why_eager = self.why_eager or "that of another rank does"
-        self._casting = [p for p in self._parts if hasattr(p, "_copy_main_params_to_model_params")]
         self._main = [p for part in self._parts for p in part.get_parameters()]
         self._settled = SettledGradients(self._main if self._is_scaled else [])
         self._prepared: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copies: dict[torch.Tensor, torch.Tensor] = {}  # from main to model parameters
+        self._begun: tuple[Any, list[Callable[[], Any]]] | None = None
         on_failure = site.options.on_failure
         self.gradients = StepGraph(
             "gradients", backend, self._facts, self._prepare, agree, on_failure
         )
-        self.casts = StepGraph("casts", backend, self._places, self._cast, None, on_failure)
         self._undo = ExitStack()
         self._eager_step = optimizer.step
         if not self.why_eager:
@@ -125,41 +124,53 @@ class MegatronOptimizerStep:
                     return False, None, None
                 no_preparation = {"prepare_grads": lambda: False}
                 prepared.callback(patch_attributes(self._optimizer, no_preparation))
-            if not self.gradients.is_ready():
+            if self._begun is None:
+                self.begin()
+            if self._begun is None:
                 result: tuple[bool, Any, Any] = self._eager_step()
                 self.gradients.end_eager_step()
                 return result
-            success, norm, num_zeros = self.gradients.replay()
-            for p, grad in self._prepared:
-                p.grad = grad
-            for part in self._parts:
-                part.optimizer.step()
-            if self._casting and self.casts.is_ready():
-                self.casts.replay()
-            elif self._casting:
-                self._cast()
-                self.casts.end_eager_step()
+            ((success, norm, num_zeros), inner_steps), self._begun = self._begun, None
+            for inner_step in inner_steps:
+                inner_step()
+            if self._is_scaled:  # which copies by a kernel of its own
+                self._copy_parameters()
+            elif self._copies:
+                torch._foreach_copy_([*self._copies], [*self._copies.values()])
             self._gather_parameters()
             return success, _given(norm), _given(num_zeros)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Launch the graph of this step, and prepare the inner optimizer, if it replays.
+
+        Call it early, once all gradients are launched, if ``always_succeeds``. Parameters and the
+        optimizer's state stay as they are up to `step`.
+        """
+        if self.gradients.is_ready():
+            result = self.gradients.replay()
+            for p, grad in self._prepared:
+                p.grad = grad
+            self._begun = result, [_prepared_step(part.optimizer) for part in self._parts]
+
+    def withdraw(self) -> None:
+        """Forget what `begin` has prepared; the gradients are lost."""
+        self._begun = None
 
     def close(self) -> None:
         """Free the graphs, and restore Megatron's own step."""
         self._undo.close()
         self.gradients.release()
-        self.casts.release()
-        self._prepared = []
+        self._prepared, self._copies = [], {}
 
     def _facts(self) -> Hashable:
-        """Return the addresses and constants of the first graph; see `StepGraph`."""
+        """Return the addresses and constants of the step; see `StepGraph`."""
         facts: list[Hashable] = [self._settled.settle()]
         for part in self._parts:
             facts += [part.config.clip_grad, part.config.log_num_zeros_in_grad]
         model: Any = self._model
-        return *facts, *(p.main_grad.data_ptr() for p in model)
-
-    def _places(self) -> Hashable:
-        """Return the addresses of parameters."""
-        return tuple(p.data_ptr() for params in (self._model, self._main) for p in params)
+        parameters = (p.data_ptr() for params in (model, self._main) for p in params)
+        return *facts, *(p.main_grad.data_ptr() for p in model), *parameters
 
     def _prepare(self) -> tuple[bool, Any, Any]:
         """Run Megatron's step up to the inner optimizer, such that a graph can hold it."""
@@ -177,16 +188,14 @@ class MegatronOptimizerStep:
             result: tuple[bool, Any, Any] = self._eager_step()
         if not self._is_scaled:
             self._prepared = [(p, grad) for p in self._main if (grad := p.grad) is not None]
+            self._copies = {}
+            with Instead(torch.Tensor.copy_, self._copies.__setitem__):
+                self._copy_parameters()
         return result
 
-    def _cast(self) -> None:
-        """Copy main parameters to model parameters, all at once."""
-        copies: dict[torch.Tensor, torch.Tensor] = {}
-        with Instead(torch.Tensor.copy_, copies.__setitem__):
-            for part in self._casting:
-                part._copy_main_params_to_model_params()
-        if copies:
-            torch._foreach_copy_([*copies], [*copies.values()])
+    def _copy_parameters(self) -> None:
+        for part in self._parts:
+            getattr(part, "_copy_main_params_to_model_params", lambda: None)()
 
     def _gather_parameters(self) -> None:
         """Gather the parameters of distributed optimizers, as their own step does at its end."""
@@ -199,6 +208,35 @@ class MegatronOptimizerStep:
                     part.step_with_ready_grads()
         finally:
             undo()
+
+
+def _prepared_step(inner: Any) -> Callable[[], Any]:
+    """Return what is left of an inner optimizer's step.
+
+    For Adam of Transformer Engine or APEX these are its kernels. The loop over parameters in front
+    of them takes the host longer than the graph takes the device.
+    """
+    is_adam = type(inner).__name__ == "FusedAdam" and not inner.capturable
+    hooks = [value for name, value in vars(inner).items() if name.endswith("_hooks")]
+    if not is_adam or inner.master_weights or any(hooks):
+        return inner.step
+    kernels: list[tuple[Any, ...]] = []
+    launch, before = inner.multi_tensor_adam, [g.get("step") for g in inner.param_groups]
+    with ExitStack() as undo:
+        later = {"multi_tensor_adam": lambda *args: kernels.append(args)}
+        undo.callback(patch_attributes(inner, later))
+        inner.step()
+    groups = [g for g, n in zip(inner.param_groups, before, strict=True) if g.get("step") != n]
+    for group in groups:
+        group["step"] -= 1
+
+    def step() -> None:
+        for group in groups:
+            group["step"] += 1
+        for args in kernels:
+            launch(*args)
+
+    return step
 
 
 def _why_eager(optimizer: Any, parts: Sequence[Any]) -> str:

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import GraphBackend, Pool
+from chunkgraph.graphs import Allocation, GraphBackend, Pool, block_bytes
 
 MemoryPlan = Literal["shared_backward", "pool_per_slot", "one_pool"]
 
@@ -70,25 +70,28 @@ class PoolPlan:
     def _new_pool(self, label: str) -> Pool:
         return self._idle.popleft() if self._idle else self._backend.new_pool(label)
 
-    def forward_pool(self, slot_label: str, num_bytes: int = 0) -> Pool:
+    def forward_pool(
+        self, slot_label: str, num_bytes: int = 0, allocations: Sequence[Sequence[Allocation]] = ()
+    ) -> Pool:
         """Return the pool for a new slot's forward.
 
         Args:
             slot_label: Name of the slot in errors.
             num_bytes: Bytes to reserve for the forward in one block; 0 if unknown.
+            allocations: See `Pool.reserve`.
         """
         if self.plan == "one_pool":
             assert self.scratch is not None
             return self.scratch
         pool = self._new_pool(f"{slot_label} pool")
-        pool.reserve(num_bytes)
+        pool.reserve(num_bytes, allocations)
         self.slot_pools.append(pool)
         return pool
 
-    def reserve_scratch(self, num_bytes: int) -> None:
-        """Reserve the pool that all backwards share, if there is one, in one block."""
+    def reserve_scratch(self, allocations: Sequence[Sequence[Allocation]]) -> None:
+        """Reserve the pool that all backwards share, if there is one, for each of these works."""
         if self.scratch is not None:
-            self.scratch.reserve(num_bytes)
+            self.scratch.reserve(max(map(block_bytes, allocations)), allocations)
 
     def backward_pool(self, forward_pool: Pool) -> Pool:
         """Return the pool for the backward of the slot whose forward uses ``forward_pool``."""

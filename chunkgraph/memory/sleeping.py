@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable
-from contextlib import ExitStack
-from typing import Literal, Self
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Literal, Self
+from weakref import WeakSet
 
 import torch
 
@@ -14,6 +16,7 @@ from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.graphs import AddressRanges, CUDABackend, GraphBackend, RecorderBackend, tensor_at
 from chunkgraph.memory import pools
 
+_memories: WeakSet[sleeping_memory] = WeakSet()
 _asleep: set[sleeping_memory] = set()
 
 
@@ -68,6 +71,7 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
         self._live = AddressRanges()  # when it slept last
         self._blocks: list[torch.Tensor] = []
         self._kept = self._copier.host_memory(0)  # what is in the blocks
+        _memories.add(self)
 
     def __enter__(self) -> Self:
         if self.is_asleep:
@@ -119,10 +123,42 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
             self._copy(to_host=False)
             _asleep.discard(self)
 
+    def follow(self, owner: Any, load: str, offload: str) -> None:
+        """Hold what a framework loads, and sleep once it has offloaded all of that.
+
+        Its parameters and gradients then come back at the same addresses. ``load`` and ``offload``
+        name functions of ``owner``, such as a module or class, that allocate and free the memory.
+        """
+        loads, offloads = getattr(owner, load), getattr(owner, offload)
+
+        @functools.wraps(loads)
+        def loaded(*args: Any, **kwargs: Any) -> Any:
+            self.wake()
+            with self:
+                return loads(*args, **kwargs)
+
+        @functools.wraps(offloads)
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
+            result = offloads(*args, **kwargs)
+            if not self.pool.live():
+                self.sleep()
+            return result
+
+        setattr(owner, load, loaded)
+        setattr(owner, offload, offloaded)
+
     def _copy(self, *, to_host: bool) -> None:
         """Copy between the blocks and the host, and wait."""
         self._copier.wait(self._copier.copy(self._blocks, self._kept, [], to_host=to_host))
         self._backend.synchronize()
+
+
+def beside(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Return a ``with`` block that allocates in the memory that ``tensor`` sleeps in, if any."""
+    for memory in _memories:
+        if any(r.start <= tensor.data_ptr() < r.end for r in memory.pool.reserved()):
+            return memory
+    return nullcontext()
 
 
 def refuse_asleep(label: str, parameters: Iterable[torch.Tensor], *, with_gradients: bool) -> None:
@@ -131,6 +167,7 @@ def refuse_asleep(label: str, parameters: Iterable[torch.Tensor], *, with_gradie
     Raises:
         SlotError: a parameter, or a gradient that the step uses, lies in it.
     """
+    _asleep.difference_update([m for m in _asleep if not m.pool.live()])  # nobody may have them
     for memory in _asleep:
         reserved = memory.pool.reserved()
         for p in parameters:

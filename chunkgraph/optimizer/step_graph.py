@@ -40,8 +40,8 @@ class StepGraph:
         backend: GraphBackend,
         facts: Callable[[], Hashable],
         work: Callable[[], Any],
-        agree: Callable[[list[int]], list[int]] | None = None,
-        on_failure: str = "raise",
+        agree: Callable[[list[int]], list[int]] | None,
+        on_failure: str,
     ) -> None:
         self.num_captures = self.num_replays = 0
         self._label, self._backend = label, backend

@@ -31,8 +31,6 @@ from chunkgraph.errors import ConfigError, TopologyError
 
 from .plan import SlotPlan
 
-__all__ = ["ExpertSizes", "LatentSizes", "MemoryEstimate", "ModelSizes", "estimate_memory"]
-
 _LOG_SUM_EXP_BYTES = 4
 _FLOAT_BYTES = 4
 _KEYS_OF_PART = 256

@@ -331,6 +331,9 @@ def test_graphs_of_all_kinds_sleep_between_all_steps(moves: bool) -> None:
     assert graphs.counters.fallbacks == {"forward only": 2, "capture warmup": 1}
     assert bool(graphs.counters.recaptures) is moves
     graphs.sleep()
-    graphs.drop()  # as its process groups end: inputs are gone, so warmup begins again
+    graphs.drop()  # as its process groups end; unless inputs were kept, warmup begins again
+    graphs.forward_only.drop()
     assert not graphs.is_asleep
     assert graphs.report is None
+    loop(graphs, [("t", 1)], eager=False)
+    assert graphs.counters.fallbacks["released"] == int(not moves)

@@ -173,7 +173,7 @@ def _compare(folder: Path, flags: list[str], num_processes: int) -> None:
 @pytest.mark.megatron
 @pytest.mark.gpu
 @pytest.mark.timeout(180)
-def test_the_host_waits_once_a_step(tmp_path: Path) -> None:
+def test_the_host_waits_at_most_once_a_step(tmp_path: Path) -> None:
     """Megatron checks losses and gradients for NaN in these steps, and writes their numbers."""
     _skip_without_packages("")
     script = tmp_path / "waiting.py"
@@ -193,7 +193,8 @@ def test_the_host_waits_once_a_step(tmp_path: Path) -> None:
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-12000:]
-    assert "waits in 3 steps: 3" in output, re.findall(r"waits? .*", output)
+    (num_waits,) = re.findall(r"waits in 3 steps: (\d+)", output)
+    assert int(num_waits) <= 3, re.findall(r"waits? .*", output)
 
 
 _WAITING = """
@@ -203,6 +204,12 @@ import torch
 from megatron.training import training
 
 step, number, num_waits = training.train_step, 0, 0
+synchronize = torch.cuda.Event.synchronize
+
+def wait(event):
+    global num_waits
+    num_waits += not event.query()
+    synchronize(event)
 
 def count(message, *args, **kwargs):
     global num_waits
@@ -222,6 +229,6 @@ def train_step(*args, **kwargs):
         print("waits in 3 steps:", num_waits)
     return step(*args, **kwargs)
 
-training.train_step = train_step
+torch.cuda.Event.synchronize, training.train_step = wait, train_step
 runpy.run_path({script!r}, run_name="__main__")
 """

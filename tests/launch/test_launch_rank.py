@@ -155,6 +155,29 @@ def test_the_host_reads_nothing_that_it_knows(monkeypatch: pytest.MonkeyPatch) -
     assert maximum(0.1) == float(torch.tensor(0.1))  # as Megatron rounds it
 
 
+def test_numbers_are_written_before_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    from chunkgraph.launch.patches import patch_pretrain
+    from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
+
+    done: list[Any] = []
+    tensorboard = SimpleNamespace(add_scalar=lambda *args: done.append(args), flush=lambda: None)
+    hooks: Any = SimpleNamespace(flags=True, training=lambda *_: contextlib.nullcontext())
+    with cpu_pretrain_host():
+        from megatron.training import training
+
+        def train(*_: Any) -> None:
+            tensorboard.add_scalar("loss", torch.tensor(2.0), 1)
+            training.save_checkpoint_and_time(1)
+
+        monkeypatch.setattr(training, "train", train)
+        monkeypatch.setattr(training, "save_checkpoint_and_time", done.append)
+        monkeypatch.setattr(training, "get_tensorboard_writer", lambda: tensorboard)
+        undo = patch_pretrain(hooks, on_cpu=True)
+        training.train(None, None, None)
+        undo()
+    assert done == [("loss", 2.0, 1), 1]
+
+
 def test_numbers_are_written_later_as_they_were() -> None:
     from chunkgraph.launch.patches import LateNumbers
     from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host

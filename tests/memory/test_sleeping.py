@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -11,16 +13,18 @@ from toys import Tower, add_to_main_grads, all_equal, sample
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.errors import SlotError
-from chunkgraph.graphs import CUDABackend, RecorderBackend
+from chunkgraph.graphs import AddressRanges, CUDABackend, GraphBackend, RecorderBackend
 from chunkgraph.memory.sleeping import sleeping_memory
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def built(device: str, *, sleeps: bool) -> tuple[torch.nn.Module, list[sleeping_memory]]:
+def built(
+    device: str, *, sleeps: bool, backend: GraphBackend | None = None
+) -> tuple[torch.nn.Module, list[sleeping_memory]]:
     """Return a module with main gradients, and the memory of both."""
     where = torch.device(device)
-    backend = (CUDABackend if device == "cuda" else RecorderBackend)(can_sleep=True)
+    backend = backend or (CUDABackend if device == "cuda" else RecorderBackend)(can_sleep=True)
     weights = sleeping_memory("weights", backup="host", backend=backend)
     gradients = sleeping_memory("gradients", backend=backend)
     torch.manual_seed(3)
@@ -79,11 +83,14 @@ def trained(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("moves", ["refuse", "recapture"])
 def test_all_memory_sleeps_between_all_steps(device: str, moves: Any) -> None:
+    """Whether graphs have a backend of their own or that of the memory."""
     options = CaptureOptions(can_sleep=True, on_moved_memory=moves)
     module, _ = built(device, sleeps=False)
     expected = trained(ChunkGraphs(module, 1, options=options), [], eager=True)
-    module, memories = built(device, sleeps=True)
-    graphs = ChunkGraphs(module, 1, options=options)
+    shared = (CUDABackend if device == "cuda" else RecorderBackend)(can_sleep=True)
+    backend = None if moves == "refuse" else shared
+    module, memories = built(device, sleeps=True, backend=backend)
+    graphs = ChunkGraphs(module, 1, options=options, backend=backend)
     assert all_equal(trained(graphs, memories, eager=False), expected)
     assert graphs.counters.replays == 5
     assert graphs.forward_only.counters.replays == 5
@@ -183,3 +190,77 @@ def test_nothing_is_allocated_in_memory_that_sleeps() -> None:
     memory.sleep()
     memory.wake()
     assert all_equal([x, y], [torch.arange(9)] * 2)
+
+
+class Framework:
+    """Frees parameters and main gradients after each step, as frameworks do."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._parameters: list[Any] = [*module.parameters()]
+
+    def load(self, *, with_gradients: bool) -> None:
+        for p in self._parameters:
+            p.data = p.kept.to(p.data.device, copy=True)
+            if with_gradients:
+                p.main_grad.data = torch.zeros_like(p.data)
+
+    def offload(self) -> None:
+        for p in self._parameters:
+            p.kept = p.data.to("cpu", copy=True)
+            p.data, p.main_grad.data = p.data.new_empty(0), p.data.new_empty(0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_a_framework_loads_keeps_its_addresses(device: str) -> None:
+    """And on a GPU its graphs; the recorder refuses memory that was freed meanwhile."""
+    results: list[list[torch.Tensor]] = []
+    for eager in (True, False) if device == "cuda" else (True,):
+        module, _ = built(device, sleeps=False)
+        options = CaptureOptions(can_sleep=True, on_moved_memory="recapture")
+        graphs, framework = ChunkGraphs(module, 1, options=options), Framework(module)
+        memory = sleeping_memory("weights", backend=graphs.backend)
+        memory.follow(framework, "load", "offload")
+        framework.offload()
+        assert memory.is_asleep
+        torch.manual_seed(5)
+        results.append([])
+        addresses = []
+        for number in range(12):
+            is_training = number % 2 == 1
+            framework.load(with_gradients=is_training)
+            assert not memory.is_asleep
+            addresses.append([p.data_ptr() for p in module.parameters()])
+            assert all(memory.pool.reserved() & AddressRanges([(a, a + 1)]) for a in addresses[-1])
+            with (
+                torch.set_grad_enabled(is_training),
+                graphs.step(1, forward_only=not is_training, eager=eager),
+            ):
+                y = graphs.callables[0](sample(graphs.backend))
+                results[-1].append(y.detach().clone())
+                if is_training:
+                    y.square().sum().backward()
+            with torch.no_grad():
+                for p in module.parameters() if is_training else ():
+                    p.sub_(0.1 * p.main_grad)  # type: ignore[attr-defined]
+            framework.offload()
+            assert memory.is_asleep
+        assert addresses[3::2] == addresses[1:-1:2]
+        assert addresses[2::2] == addresses[:-2:2]
+    assert all_equal(results[0], results[-1])
+    if device == "cuda":
+        assert graphs.counters.capture_sessions == 1
+        assert graphs.forward_only.counters.capture_sessions == 1
+
+
+def test_memory_that_is_dropped_asleep_goes_with_its_tensors() -> None:
+    module, (weights, _) = built("cpu", sleeps=True)
+    kept, gone, graphs = [module], weakref.ref(weights), ChunkGraphs(Tower(), 1)
+    weights.sleep()
+    del module, weights, _
+    for is_alive in (True, False):
+        with graphs.step(1):
+            graphs.callables[0](torch.randn(4, 8)).sum().backward()
+        gc.collect()
+        assert (gone() is not None) is is_alive
+        kept.clear()
+        gc.collect()

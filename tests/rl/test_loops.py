@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,37 @@ def test_memory_that_moves_is_captured_again(
         assert rank["fallbacks"] == {**EAGER, **MISFITS}
         assert rank["recaptures"] == rank["sessions"] - 1 == 5
         assert rank["forward_replayed"] == 4
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_only_graphs_with_collectives_are_captured_again_for_new_groups(
+    run_cases: Callable[..., Any],
+    make_config: Callable[..., Any],
+    tmp_path: Path,
+    tp: int,
+    pp: int,
+) -> None:
+    case = case_of(make_config, pp, None)
+    case["config"]["pipeline"]["tensor_model_parallel_size"] = tp
+    case |= {"store": str(tmp_path)}
+    case["options"] = {"on_moved_memory": "recapture", "can_sleep": True}
+    for rank in run_cases({"loop": case}, 2)["loop"]["ranks"]:
+        assert rank["different"] == []
+        assert rank["fallbacks"] == {**EAGER, **MISFITS}
+        assert rank["recaptures"] == rank["sessions"] - 1 == (3 if tp > 1 else 0)
+        assert (rank["forward_replayed"], rank["eager_calls"]) == (4, 0)
+
+
+def test_no_rank_waits_for_ever_for_one_that_failed_in_the_middle_of_a_step(
+    run_to_its_end: Callable[..., Any], make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The rank that failed goes on living, as those of frameworks that catch errors do."""
+    case = case_of(make_config, 2, None)
+    case["config"]["run"] = {"timeout_s": 6}
+    codes, messages = run_to_its_end({**case, "store": str(tmp_path)})
+    assert codes == [2, 1]
+    assert "rows on this rank, but" in messages[0]
+    assert "Rank 1 stopped because another rank ended or did not answer in time" in messages[1]
 
 
 @NEEDS_ENGINE

@@ -1,4 +1,4 @@
-"""A case of `run_cases`: a script that ends its process groups while graphs are attached."""
+"""Process groups that end while graphs are attached, at the end of a script or between steps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,32 @@ import torch.distributed as dist
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.megatron.core.access import import_megatron
+
+
+def make_anew(config: Any, store: Path) -> None:
+    """Destroy all process groups and make new ones, as slime does around a rollout.
+
+    Args:
+        config: the run.
+        store: a file that no other groups met at.
+    """
+    state = import_megatron("megatron.core.parallel_state")
+    rank, size, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    names = {g: name for name, g in vars(state).items() if isinstance(g, dist.ProcessGroup)}
+    holders = {group: gc.get_referrers(group) for group in names}
+    state.destroy_model_parallel()
+    dist.destroy_process_group()
+    meeting = dist.FileStore(str(store), size)
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=size)
+    state.initialize_model_parallel(
+        tensor_model_parallel_size=config.pipeline.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline.pipeline_model_parallel_size,
+    )
+    for group, name in names.items():  # what holds a group goes on with the new one
+        for holder in holders[group]:
+            values = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+            for key in [key for key, value in values.items() if value is group]:
+                values[key] = getattr(state, name)
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> NoReturn:

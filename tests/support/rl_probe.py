@@ -8,15 +8,20 @@ change. The oracle is the same loop without graphs, in which the caller pads row
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from gathering import of_ranks
+from groups_end_probe import make_anew
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.features.packing.bank import PackingOptions
 from chunkgraph.megatron.receive import receiving_lengths
 from chunkgraph.packing import PackedShape
@@ -193,9 +198,27 @@ class Loop:
             self.model.optimizer.step()
 
 
+def fail(loop: Loop, folder: Path) -> None:
+    """Train on other documents than those announced, on the first rank; it outlives its error."""
+    loop.attach()
+    loop.run_pass(2, forward_only=False)
+    if dist.get_rank() == 0:
+        drawn, own = microbatches, [*documents_of(3, 48, 0)[:-1], [3]]
+        assert len(own) > 1
+        globals()["microbatches"] = lambda seed, _, *more, **pads: drawn(seed, own, *more, **pads)
+    try:
+        loop.run_pass(3, forward_only=False)
+    except ConfigError:
+        while not (folder / "error_rank1.txt").exists():
+            time.sleep(0.1)
+        raise
+
+
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, Any]:
     """Return whether both runs are equal, and what the graphs did, of every rank."""
     runs = []
+    if case.get("may_end"):
+        fail(Loop(config, device, case), Path(case["store"]))
     for has_graphs in (False, True):
         loop = Loop(config, device, case)
         if has_graphs:
@@ -204,6 +227,13 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
             loop.exchange_no_shapes()
         for number in range(case["num_cycles"]):
             loop.cycle(number)
+            if "store" in case:
+                sleeps = has_graphs and number != 1
+                if sleeps:
+                    loop.graphs.sleep()
+                make_anew(config, Path(case["store"]) / f"{has_graphs} {number}")
+                if sleeps:
+                    loop.graphs.wake()
         state = [p.detach().clone() for c in loop.model.chunks for p in c.parameters()]
         runs.append((loop.results + state, loop))
         if has_graphs:

@@ -99,9 +99,14 @@ class GraphSet:
         return tuple(tuple(slot for slots in of_chunk for slot in slots) for of_chunk in by_chunk)
 
     def latest_calls(self) -> dict[Hashable, list[Call]]:
-        """Return calls like the captured ones, with the last inputs of their first slots."""
+        """Return calls with the last inputs of first slots; asleep, with zeros or what was kept."""
+        pairs = zip(self._first_inputs(), self._kept or self._first_inputs(), strict=True)
+        latest = (torch.zeros_like(t) if k is None else k.to(t.device, copy=True) for t, k in pairs)
         return {
-            key: [_loaded(call, s[0]) for call, s in zip(bank.calls, bank.slots, strict=True)]
+            key: [
+                call.filled([next(latest).requires_grad_(t.requires_grad) for t in call.tensors])
+                for call in bank.calls
+            ]
             for key, bank in self.banks.items()
         }
 
@@ -133,8 +138,3 @@ class GraphSet:
                 slot.release()
         for sinks in self.sinks:
             sinks.release()
-
-
-def _loaded(call: Call, slot: Slot) -> Call:
-    pairs = zip(slot.inputs.tensors, call.tensors, strict=True)
-    return call.filled([t.clone().requires_grad_(own.requires_grad) for t, own in pairs])

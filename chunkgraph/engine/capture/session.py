@@ -280,7 +280,7 @@ def _run(
         _report(session, (time.perf_counter() - start) * 1e3),
         session.markers,
         {
-            (key, c): replace(warm, passes=())
+            (key, c): replace(warm, passes=(), in_slot=(), in_scratch=())
             for key, of in session.warm_ups.items()
             for c, warm in enumerate(of)
         },
@@ -326,8 +326,8 @@ def _warm_up(session: Session) -> None:
             warm = warm_up(own, call, label, settings.layers, settings.memory_plan)
             plan = program_of(chunk).plan(own, call)
             warm = replace(warm, held_bytes=max(warm.held_bytes, plan.held_bytes))
-            if plan.scratch_bytes is not None:
-                warm = replace(warm, scratch_bytes=plan.scratch_bytes)
+            if plan.in_scratch is not None:
+                warm = replace(warm, in_scratch=plan.in_scratch)
             measured.append(warm)
             plans.append(plan)
     settings.begin_part(None)
@@ -364,7 +364,7 @@ def _make_room(session: Session) -> None:
     backend.release_cached_memory()
     session.grad_memory.restore()
     warm_ups = [warm for of_bank in session.warm_ups.values() for warm in of_bank]
-    session.maker.pools.reserve_scratch(max(warm.scratch_bytes for warm in warm_ups))
+    session.maker.pools.reserve_scratch([warm.in_scratch for warm in warm_ups])
 
 
 def capture_slot(session: Session, key: Hashable, c: int, s: int) -> Slot:
@@ -400,11 +400,12 @@ def _new_slot(session: Session, key: Hashable, c: int, s: int) -> Slot:
     slot_id: Hashable = s if shared_slots else (c, s)
     if slot_id not in session.memories:
         chunks = range(len(session.chunks)) if shared_slots else (c,)
-        slot_bytes = max(w[i].slot_bytes for w in session.warm_ups.values() for i in chunks)
+        warm_ups = [of_bank[i] for of_bank in session.warm_ups.values() for i in chunks]
+        slot_bytes = max(warm.slot_bytes for warm in warm_ups)
         session.backend.release_cached_memory()
         session.memories[slot_id] = SlotMemory(
             slot_id,
-            session.maker.pools.forward_pool(label, slot_bytes),
+            session.maker.pools.forward_pool(label, slot_bytes, [w.in_slot for w in warm_ups]),
             SlotStatics(session.maker.pools.static),
         )
     memory = replace(session.memories[slot_id])

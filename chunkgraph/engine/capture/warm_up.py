@@ -32,7 +32,8 @@ class WarmUp:
             count.
         slot_bytes: `block_bytes` of what the pass allocates in a slot's pool; if the backend does
             not count, what autograd saves, without parameters.
-        scratch_bytes: `block_bytes` of what it allocates in the pool that all backwards share.
+        in_slot: these allocations in a slot's pool; none if the backend does not count.
+        in_scratch: its allocations in the pool that all backwards share.
         passes: what each pass computes, for the self-test.
         noise: how far the passes are from repeating themselves.
         written: memory of parameters that the passes write.
@@ -40,7 +41,8 @@ class WarmUp:
 
     held_bytes: int
     slot_bytes: int
-    scratch_bytes: int
+    in_slot: tuple[Allocation, ...]
+    in_scratch: tuple[Allocation, ...]
     passes: tuple[Measured, ...]
     noise: Noise
     written: tuple[torch.Tensor, ...]
@@ -94,15 +96,16 @@ def warm_up(
                 del call
                 marks.append(log.num_events())
                 del totals
-                slot_bytes, scratch_bytes = _blocks(log.allocations(), marks, plan)
+                in_slot, in_scratch = _by_pool(log.allocations(), marks, plan)
         passes.append(measured)
         # torch's first call of some operators leaves cycles whose frames hold the pass.
         gc.collect(0)
     noise = check_passes(label, passes)
+    slot_bytes = block_bytes(in_slot)
     if not slot_bytes:
         kept = AddressRanges((t.address, t.address + t.num_bytes) for t in measured.saved)
         slot_bytes = (kept - AddressRanges(filter(None, map(memory_of, leaves)))).num_bytes
-    return WarmUp(held_bytes, slot_bytes, scratch_bytes, tuple(passes), noise, tuple(written))
+    return WarmUp(held_bytes, slot_bytes, in_slot, in_scratch, tuple(passes), noise, tuple(written))
 
 
 def _run_backward(own: Isolated, call: Pass) -> tuple[tuple[int, ...], list[torch.Tensor | None]]:
@@ -124,10 +127,10 @@ def _run_backward(own: Isolated, call: Pass) -> tuple[tuple[int, ...], list[torc
     return tuple(order.seen), [totals[i] if i in trained else None for i in range(len(leaves))]
 
 
-def _blocks(
+def _by_pool(
     allocations: Sequence[Allocation], marks: Sequence[int], plan: MemoryPlan
-) -> tuple[int, int]:
-    """Return the blocks of a pass in the slot's pool and in scratch.
+) -> tuple[tuple[Allocation, ...], tuple[Allocation, ...]]:
+    """Return the allocations of a pass in the slot's pool and in scratch.
 
     Args:
         allocations: those of one pass. What stays in use after it, such as workspaces that a first
@@ -138,11 +141,11 @@ def _blocks(
     """
     num_forward, num_before, num_backward, num_end = marks
     freed = [a for a in allocations if a.end is not None and a.end < num_end]
-    forward = [a for a in freed if a.begin < num_forward]
-    backward = [a for a in freed if num_before <= a.begin < num_backward]
+    forward = tuple(a for a in freed if a.begin < num_forward)
+    backward = tuple(a for a in freed if num_before <= a.begin < num_backward)
     if plan in ("pool_per_slot", "one_pool"):
-        return block_bytes(forward + backward), 0
-    return block_bytes(forward), block_bytes(backward)
+        return forward + backward, ()
+    return forward, backward
 
 
 def check_memory(

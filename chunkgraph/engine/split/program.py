@@ -24,7 +24,6 @@ from chunkgraph.engine.split.delayed import DelayedModules
 from chunkgraph.engine.split.trace import BackwardTracer, ForwardWatch
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ChunkGraphError
-from chunkgraph.graphs import block_bytes
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,9 @@ class Split(GraphProgram):
                 del grads, forward
                 deferral.run(_drop)
                 delayed.run(leaves, _drop)
-                of_weight = [a for a in log.allocations() if a.begin >= num_input and a.end]
-        return SplitPlan(2, max(0, held_bytes), block_bytes(of_weight), trace)
+                of_weight = (a for a in log.allocations() if a.begin >= num_input and a.end)
+                in_scratch = tuple(of_weight)
+        return SplitPlan(2, max(0, held_bytes), in_scratch, trace)
 
     @contextmanager
     def run_backward(

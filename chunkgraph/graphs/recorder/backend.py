@@ -113,7 +113,8 @@ class RecorderBackend(GraphBackend):
         """Log the operators inside the block. See `GraphBackend.capture`."""
         assert isinstance(pool, SimulatedPool)
         graph = RecordedGraph(label, pool, targets)
-        mode = _RecordingMode(graph, tuple(self._pools), tuple(generators))
+        pools = tuple(pool for pool in self._pools if not pool.is_of_caller)
+        mode = _RecordingMode(graph, pools, tuple(generators))
         try:
             with (
                 self.preserve_random_state(generators),
@@ -125,7 +126,7 @@ class RecorderBackend(GraphBackend):
             ):
                 yield graph
             mode.generator.finish()
-            graph.finish(mode.log, mode.externals, mode.reads, tuple(self._pools))
+            graph.finish(mode.log, mode.externals, mode.reads, pools)
         except ChunkGraphError:
             raise
         except Exception as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.graphs.addresses import AddressRange, AddressRanges, Pool
+from chunkgraph.graphs.allocations import Allocation, missing_bytes
 from chunkgraph.graphs.operators import tensors_in
 
 ROUND_BYTES = 512
@@ -39,6 +40,7 @@ class SimulatedPool(Pool):
     def __init__(self, label: str, take_segment: Callable[[int], object] = lambda _: None) -> None:
         self.label = label
         self.device = torch.device("cpu")
+        self.is_of_caller = False  # if it served a caller, its tensors are to graphs as any others
         self._take_segment = take_segment
         self._segments: list[tuple[int, np.ndarray]] = []
         self._free: list[tuple[int, int]] = []  # (num_bytes, start), sorted: best fit first
@@ -48,10 +50,11 @@ class SimulatedPool(Pool):
         # this class, or in another thread (gloo's). So finalizers only append to this queue.
         self._dead: deque[int] = deque()  # starts
 
-    def reserve(self, num_bytes: int) -> None:
-        """Add one free segment of this size, for later captures, unless there is one."""
+    def reserve(self, num_bytes: int, allocations: Sequence[Sequence[Allocation]] = ()) -> None:
+        """Add one free segment for later captures, unless there is one. See `Pool`."""
         self._release_dead()
-        if num_bytes > max((size for size, _ in self._free), default=0):
+        num_bytes = missing_bytes(num_bytes, allocations, [size for size, _ in self._free])
+        if num_bytes > 0:
             with suppress(torch.OutOfMemoryError):  # `allocate` raises one where it is missing
                 insort(self._free, self._new_segment(num_bytes))
 
@@ -76,6 +79,7 @@ class SimulatedPool(Pool):
     @contextmanager
     def serving_this_thread(self) -> Iterator[None]:
         """See `Pool`; results of operators are moved here."""
+        self.is_of_caller = True
         with _Moving(self):
             yield
 

@@ -210,14 +210,6 @@ def without_realtime_tests() -> Iterator[None]:
 
 
 _MODULE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
-_KINDS = ("use_flash_attention", "use_fused_attention", "use_unfused_attention")
-# The rule is in `nvte_get_fused_attn_backend` of Transformer Engine 2.x.
-_ADVICE = (
-    "With cuDNN up to 9.15 it does not capture cuDNN's attention if the length of a sequence "
-    "(under context parallelism: half of a rank's) is not a multiple of 128. To do: use a multiple "
-    "of 128, or a newer cuDNN, or install flash-attn; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 shows other "
-    "reasons."
-)
 
 
 @contextmanager
@@ -233,23 +225,23 @@ def same_attention() -> Iterator[None]:
     before = _last_choice()
     yield
     after = _last_choice()
-    if before is None or after is None or before[0] != after[0] or before[1] == after[1]:
-        return
-    eager, captured = (
-        ", ".join(kinds).replace("use_", "").replace("_", " ") for kinds in (before[1], after[1])
-    )
-    raise CaptureError(
-        f"Transformer Engine ran {eager} in eager steps and takes {captured} in captures, which "
-        f"computes other bits. {_ADVICE}"
-    )
+    if before and after and before[0] == after[0] and before[1] != after[1]:
+        # The rule is in `nvte_get_fused_attn_backend` of Transformer Engine 2.x.
+        raise CaptureError(
+            f"Transformer Engine ran {before[1]} in eager steps and takes {after[1]} in captures, "
+            "which computes other bits. With cuDNN up to 9.15 it captures cuDNN's attention only "
+            "for sequences (under context parallelism: half of a rank's) of a multiple of 128. To "
+            "do: use a multiple of 128, or a newer cuDNN, or install flash-attn; NVTE_DEBUG=1 "
+            "NVTE_DEBUG_LEVEL=2 shows other reasons."
+        )
 
 
-def _last_choice() -> tuple[Any, tuple[str, ...]] | None:
-    """Return the last attention's arguments, with ``cuda_graph`` set, and the backends it used."""
+def _last_choice() -> tuple[Any, str] | None:
+    """Return the last attention's arguments, with ``cuda_graph`` set, and the backend it used."""
     choice = getattr(sys.modules.get(_MODULE), "_attention_backends", None) or {}
-    arguments = choice.get("attention_params")
-    if arguments is None or not hasattr(arguments, "cuda_graph"):
+    arguments: Any = copy.copy(choice.get("attention_params"))
+    if not hasattr(arguments, "cuda_graph"):
         return None
-    arguments = copy.copy(arguments)
     arguments.cuda_graph = True
-    return arguments, tuple(kind for kind in _KINDS if choice.get(kind))
+    kinds = (kind for kind in ("flash", "fused", "unfused") if choice.get(f"use_{kind}_attention"))
+    return arguments, f"{', '.join(kinds)} attention"

@@ -66,13 +66,14 @@ class ModelState(Feature):
     def around(self, work: Work) -> Iterator[object]:
         """Restore random state; set Megatron's flag of a capture, and hold tables that it reads.
 
-        Eager passes of ``verify`` choose attention as in a capture; DDP's hooks stay inactive.
+        With the flag, eager passes of ``verify`` choose attention as a capture does, which must
+        choose that of eager steps (`same_attention`); DDP's hooks stay inactive.
         """
         held: object = None
         with ExitStack() as stack:
             if work == "session":
                 stack.enter_context(preserve_rng())
-            if work == "verify":
+            if work == "capture":
                 stack.enter_context(same_attention())
             if work != "session":
                 stack.enter_context(capture_flag())

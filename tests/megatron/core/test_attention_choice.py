@@ -11,6 +11,9 @@ import pytest
 
 from chunkgraph.errors import CaptureError
 from chunkgraph.megatron.core.capturing import _MODULE, same_attention
+from chunkgraph.megatron.features.model_state import ModelState
+
+pytestmark = pytest.mark.megatron
 
 
 @dataclass
@@ -33,11 +36,11 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-def test_another_attention_in_a_capture_is_refused(ran: Any) -> None:
+def test_another_attention_in_a_capture_is_refused(one_rank: Any, ran: Any) -> None:
     ran(96, "fused", captured=False)
     with (
         pytest.raises(CaptureError, match=r"ran fused attention.*takes unfused.*cuDNN up to 9\.15"),
-        same_attention(),
+        ModelState([]).around("capture"),
     ):
         ran(96, "unfused", captured=True)
 

@@ -94,11 +94,11 @@ class Dropless:
         return (self.counts.total, *flags)
 
     def install(self) -> Callable[[], None]:
-        """Start to measure loads in eager passes; return the undo function."""
+        """Lay weights together, and measure loads in eager passes; return the undo function."""
         undo = ExitStack()
         for dispatch in self._dispatches:
             undo.callback(dispatch.install())
-        for experts in self._experts if self._is_cuda else ():
+        for experts in self._experts if self._needs_one_tensor else ():
             for weights in expert_linears(experts):
                 lay_together(weights)
         return undo.close

@@ -26,6 +26,7 @@ from chunkgraph.engine.capture.accumulate import add_together
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import private_names, versions
 from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
+from chunkgraph.memory.sleeping import beside
 
 CUBLASLT_NEEDED = 130801
 """13.8.1: the first version that correctly reads a grouped product's counts on the device."""
@@ -339,16 +340,16 @@ def lie_reversed(weights: Sequence[torch.Tensor]) -> bool:
 def lay_together(weights: Sequence[torch.nn.Parameter]) -> None:
     """Move weights into one storage, so that `as_one` copies nothing.
 
-    The parameters stay the same objects. Weights that share memory with other tensors, such as a
-    buffer of Megatron's optimizer, are not moved.
+    The parameters stay the same objects, and sleep in the same memory. Weights that share a storage
+    with other tensors, such as a buffer of Megatron's optimizer, are not moved.
     """
     is_shared = any(w.untyped_storage().nbytes() != w.numel() * w.element_size() for w in weights)
     if is_shared or _even_step_bytes(weights) is not None:
         return
-    with torch.no_grad():
+    with beside(weights[0]):
         together = torch.stack([weight.detach() for weight in weights])
-        for weight, place in zip(weights, together, strict=True):
-            weight.data = place
+    for weight, place in zip(weights, together, strict=True):
+        weight.data = place
 
 
 def _zero_empty(grads: torch.Tensor, ends: torch.Tensor) -> None:

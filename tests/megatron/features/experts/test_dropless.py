@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from expert_cases import BIASED, EXPERTS, GROUPED, OVERLAP, case, check_random_s
 from extended_config import config_from_mapping
 from packed_cases import all_but_the_first_replay
 from small_settings import RECOMPUTED
+from toys import Operators
 
+from chunkgraph.graphs import RecorderBackend
 from chunkgraph.trainer.trained_model import TrainedModel
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
@@ -127,6 +130,34 @@ def test_weights_that_others_write_between_steps_count_in_the_next_one(
         assert model.counters.replays == (7 if has_graphs else 0)
         model.close()
     assert all(torch.equal(*map(torch.as_tensor, pair)) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of Megatron's shards
+@pytest.mark.parametrize("train", [{}, _SHARDED])
+def test_graphs_copy_no_weights(
+    one_rank: Any,
+    make_config: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    train: dict[str, Any],
+) -> None:
+    operators, capture = Operators(), RecorderBackend.capture
+
+    @contextmanager
+    def seen(self: RecorderBackend, *args: Any, **options: Any) -> Iterator[Any]:
+        with capture(self, *args, **options) as graph, operators:
+            yield graph
+
+    monkeypatch.setattr(RecorderBackend, "capture", seen)
+    options = {"train": train, "capture": {"scope": "chunk"}}  # without the optimizer
+    mapping = case(make_config, EXPERTS, counts=(2, 1), **options)
+    model = TrainedModel(config_from_mapping(mapping["config"]), one_rank)
+    model.attach_graphs()
+    for step in range(2):
+        data = [model.batches.step(step, model.count(step))]
+        model.run_step(step, data, announces_next=False)
+    model.close()
+    assert operators.names.count("aten::_grouped_mm") >= 8
+    assert "aten::stack" not in operators.names
 
 
 @pytest.mark.slow

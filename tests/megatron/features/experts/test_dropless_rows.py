@@ -11,6 +11,7 @@ import pytest
 import torch
 from toys import Operators
 
+from chunkgraph import sleeping_memory
 from chunkgraph.engine.capture.accumulate import Accumulation
 from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import RecorderBackend
@@ -105,6 +106,20 @@ def test_weights_that_lie_together_are_seen_as_one() -> None:
     lay_together(pieces)
     assert all(p.untyped_storage().data_ptr() == buffer.data_ptr() for p in pieces)
     assert torch.equal(as_one(pieces), torch.zeros(3, 4, 8))
+
+
+def test_weights_that_sleep_lie_together_in_their_memory() -> None:
+    memory = sleeping_memory("weights", backup="host", backend=RecorderBackend(can_sleep=True))
+    with memory:
+        weights = [torch.nn.Parameter(torch.randn(4, 8)) for _ in range(3)]
+    expected = torch.stack([w.detach() for w in weights])
+    lay_together(weights)
+    (area,) = memory.pool.reserved()
+    assert all(area.start <= w.data_ptr() < area.end for w in weights)
+    memory.sleep()
+    memory.wake()
+    assert torch.equal(as_one(weights), expected)
+    assert as_one(weights).data_ptr() == weights[0].data_ptr()
 
 
 def _buffer_of(num_experts: int) -> list[torch.nn.Parameter]:
