@@ -153,11 +153,6 @@ def test_errors_of_ranks_take_no_room_on_the_disk_of_tmpdir(
         launched.run("crash")
 
 
-def test_far_more_ranks_than_cpus_are_refused(launched: Launched) -> None:
-    with pytest.raises(ConfigError, match="1000000 processes are too many for the CPUs of this"):
-        Launcher(command=["none.py"], num_ranks=10**6).run()
-
-
 def test_of_two_causes_the_first_counts(tmp_path: Path) -> None:
     write_error(tmp_path, 1, ConfigError("model.layers: not a number."))
     write_error(tmp_path, 2, ValueError("one\n\ntwo"))

@@ -13,7 +13,6 @@ from chunkgraph.schedules import (
     Op,
     Schedule,
     build_schedule,
-    simulate,
     validate,
     with_transfers,
 )
@@ -164,11 +163,6 @@ def test_deadlock_names_every_waiting_rank():
 def test_incomplete_work(text, message):
     with pytest.raises(ScheduleError, match=message):
         validate(Schedule.from_csv(text))
-
-
-def test_simulation_refuses_a_broken_schedule():
-    with pytest.raises(ScheduleError, match="runs before"):
-        simulate(Schedule.from_csv("0B0,0F0"))
 
 
 def test_a_file_of_ones_own_is_refused_with_its_row():
