@@ -78,28 +78,10 @@ def test_a_bad_file_is_named_with_the_place(
     assert len(message) < 3000
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    for path, part in {
-        str(tmp_path): "Is a directory",
-        "/dev/zero": "/dev/zero: cannot read the configuration file: it is not a regular file",
-        str(tmp_path / "config" / "missing.yaml"): "No such file",
-    }.items():
-        with pytest.raises(ConfigError, match=part) as error:
-            load_config(path)
-        assert len(str(error.value)) < 400
-
-
 def test_a_small_number_needs_no_dot(tmp_path: Path) -> None:
     _write(tmp_path, base=SMALL)
     for text, value in {"1e-3": 1e-3, "2E+1": 20.0, "1.5e-3": 1.5e-3, "3": 3.0}.items():
         assert load_config(tmp_path / "base.yaml", [f"train.lr={text}"]).train.lr == value
-
-
-def test_a_chain_of_2000_bases_is_refused(tmp_path: Path) -> None:
-    for number in range(2000):
-        (tmp_path / f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"101\.yaml: more than 100 files extend it; merge some"):
-        load_config(tmp_path / "0.yaml")
 
 
 # A schedule from a file is checked with the configuration, before anything is started.
