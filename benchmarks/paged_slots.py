@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -138,6 +139,7 @@ def table(slots: list[int], num_steps: int, *, recomputes: bool) -> dict[str, An
         row = {"slots": report.num_slots[0], "step_ms": step_ms, "slot_bytes": slot_bytes}
         row |= {"pages": len(plan.pages), "simulated_ms": simulated.makespan_ms}
         rows.append(row | {"gradients": digest.hexdigest()[:12]})
+        print(rows[-1], file=sys.stderr, flush=True)
         rank.graphs.release()
     return {"recomputes_mlp": recomputes, "costs": asdict(costs), "rows": rows}
 

@@ -4,13 +4,12 @@ A chunk may have fewer slots than its schedule has microbatches in flight. Some 
 only around their forward and their backward. In between, what the forward saved is a *page* in host
 memory. It leaves once, right after the forward, and comes back into any slot: all are alike.
 
-Time is counted in actions of the rank. A page holds its slot for ``hold`` actions after its
-forward. It takes one ``lead`` actions before its backward, or earlier where slots are idle, and
-keeps it to the end of the backward (of the weight half, if it is split). Both are as long as a copy
-takes, or shorter if slots are few. Where more slots would be held than there are, the microbatch
-whose backward is furthest leaves (Belady): no choice moves fewer pages. A page waits for nothing
-but copies and actions of its own rank, so ranks wait for each other in no cycle that their schedule
-lacks.
+Where more slots would be held than there are, the microbatch whose backward is furthest leaves
+(Belady): no choice moves fewer pages. How early it leaves and comes back is varied, and then which
+microbatches leave, one or two at a time. A simulation of the copies chooses. A page comes back as
+early as slots are idle, in the order of backwards, and keeps its slot to the end of its backward
+(of the weight half, if it is split). It waits for nothing but copies and actions of its own rank,
+so ranks wait for each other in no cycle that their schedule lacks.
 """
 
 from __future__ import annotations
@@ -18,20 +17,24 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from heapq import heappop, heappush
-from math import ceil
+from itertools import product
+from math import inf
 from statistics import fmean
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.schedules import Action, CostModel, Op, Schedule, build_schedule
+from chunkgraph.schedules import Action, CostModel, Op, Schedule, Span, build_schedule, simulate
 from chunkgraph.slots.plan import SlotPlan
 
 _Key = tuple[int, int]
 """Chunk and microbatch."""
-
-_LONGEST = 8
-"""Most actions for which a slot is held after a forward, or taken before a backward."""
+_Positions = Mapping[_Key, Sequence[int]]
+"""Positions of the actions of each microbatch."""
+_WAYS = tuple(product(range(1, 9), range(9)))
+"""How many actions a slot is held after a forward, and taken before a backward, at first."""
+_NUM_STARTS, _NUM_TRIALS = 4, 400
+"""How many of these plans are improved, and how many plans are tried until the last round."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,28 +146,57 @@ def plan_pages(
     Raises:
         ConfigError: A chunk has too few slots.
     """
+    check_slots(schedule, rank, num_slots)
     actions, costs = schedule.compute_actions(rank), costs or CostModel()
-    mean_ms = fmean(costs.duration_ms(action.op) for action in actions)
-    hold, lead = (ceil(ms / mean_ms) for ms in (costs.page_out_ms, costs.page_in_ms))
-    ways = [(max(1, min(hold, most)), min(lead, most)) for most in range(_LONGEST, -1, -1)]
-    pages: list[Page] = []
-    for c, count in enumerate(num_slots):
-        if count is None:
-            continue
-        own = {key: at for key, at in _positions(schedule, rank).items() if key[0] == c}
-        found = (_pages(own, count, *way) for way in ways)
-        of_chunk = next((pages for pages in found if pages is not None), None)
-        if of_chunk is None:
-            raise ConfigError(
-                f"rank {rank}: {list(num_slots)} slots are too few for schedule {schedule.name!r} "
-                f"with {schedule.num_microbatches} microbatches, whose chunks need at least "
-                f"{list(least_slots(schedule, rank))} even if every page leaves. Allow more slots "
-                "(max_slots, --slots), or more memory for them (max_slot_memory)."
-            )
-        pages += of_chunk
-    pages.sort(key=lambda page: (page.begin, page.backward))
     keys = tuple((schedule.chunk_of(action.stage), action.microbatch) for action in actions)
-    return PagePlan(actions=actions, keys=keys, num_slots=tuple(num_slots), pages=tuple(pages))
+    positions = {
+        key: at for key, at in _positions(schedule, rank).items() if num_slots[key[0]] is not None
+    }
+    spans = simulate(schedule, costs).spans[rank]
+
+    def plan_of(leaving: frozenset[_Key]) -> PagePlan | None:
+        pages = _pages(positions, num_slots, leaving)
+        if pages is None:
+            return None
+        return PagePlan(actions=actions, keys=keys, num_slots=tuple(num_slots), pages=pages)
+
+    @cache
+    def cost_of(leaving: frozenset[_Key]) -> tuple[float, int]:
+        plan = plan_of(leaving)
+        return (inf if plan is None else _delay_ms(plan, costs, spans)), len(leaving)
+
+    ways = (_furthest(positions, num_slots, *way) for way in _WAYS)
+    found = {leaving for leaving in ways if leaving is not None}
+    starts = sorted(found, key=lambda leaving: (cost_of(leaving), sorted(leaving)))[:_NUM_STARTS]
+    pairs = ({key, (key[0], key[1] + far)} for key in positions for far in range(3))
+    moves = [pair for pair in pairs if pair <= positions.keys()]
+    best = starts[0]
+    for start in starts:
+        before, leaving = None, start
+        while before != leaving and cost_of.cache_info().misses < _NUM_TRIALS:
+            before = leaving
+            for move in moves if cost_of(leaving)[0] else ():
+                leaving = min(leaving, leaving ^ move, key=cost_of)
+        best = min(best, leaving, key=cost_of)
+    plan = plan_of(best)
+    assert plan is not None
+    return plan
+
+
+def check_slots(schedule: Schedule, rank: int, num_slots: Sequence[int | None]) -> None:
+    """Check that the chunks of a rank can run a step with so many slots; see `plan_pages`.
+
+    Raises:
+        ConfigError: A chunk has too few.
+    """
+    least = least_slots(schedule, rank)
+    if any(n is not None and n < needed for n, needed in zip(num_slots, least, strict=True)):
+        raise ConfigError(
+            f"rank {rank}: {list(num_slots)} slots are too few for schedule {schedule.name!r} with "
+            f"{schedule.num_microbatches} microbatches, whose chunks need at least {list(least)} "
+            "even if every page leaves. Allow more slots (max_slots, --slots), or more memory for "
+            "them (max_slot_memory)."
+        )
 
 
 def least_slots(schedule: Schedule, rank: int) -> tuple[int, ...]:
@@ -220,34 +252,65 @@ def _positions(schedule: Schedule, rank: int) -> dict[_Key, list[int]]:
     return positions
 
 
-def _pages(
-    positions: Mapping[_Key, Sequence[int]], num_slots: int, hold: int, lead: int
-) -> list[Page] | None:
-    """Return the pages of a chunk; None if the slots are too few."""
-    held = Counter(p for at in positions.values() for p in range(at[0], at[-1] + 1))
-    leaving: dict[_Key, Sequence[int]] = {}
-    for position in sorted(held):
-        while held[position] > num_slots:
+def _held(positions: _Positions) -> Counter[_Key]:
+    """Return how many slots of each chunk microbatches hold at each position."""
+    return Counter((key[0], p) for key, at in positions.items() for p in range(at[0], at[-1] + 1))
+
+
+def _furthest(
+    positions: _Positions, num_slots: Sequence[int | None], hold: int, lead: int
+) -> frozenset[_Key] | None:
+    """Return the microbatches that leave if the furthest do; None if the slots are too few."""
+    held, leaving = _held(positions), set[_Key]()
+    for c, position in sorted(held):
+        while held[c, position] > (num_slots[c] or 0):
             others = [
                 (at[1], key)
                 for key, at in positions.items()
-                if key not in leaving and at[0] + hold < position < at[1] - lead
+                if key[0] == c and key not in leaving and at[0] + hold < position < at[1] - lead
             ]
             if not others:
                 return None
             backward, key = max(others)
-            leaving[key] = at = positions[key]
-            held.subtract(range(at[0] + hold + 1, backward - lead))
-    pages: list[Page] = []
-    earliest = 0
-    for key, (forward, backward, *_) in sorted(leaving.items(), key=lambda item: item[1][1]):
-        earliest, begin = max(earliest, forward + hold + 1), backward - lead
-        while begin > earliest and held[begin - 1] < num_slots:
-            begin -= 1
-            held[begin] += 1
-        earliest = begin
-        pages.append(Page(key=key, forward=forward, begin=begin, backward=backward))
-    return pages
+            leaving.add(key)
+            held.subtract((c, p) for p in range(positions[key][0] + hold + 1, backward - lead))
+    return frozenset(leaving)
+
+
+def _pages(
+    positions: _Positions, num_slots: Sequence[int | None], leaving: Iterable[_Key]
+) -> tuple[Page, ...] | None:
+    """Return the pages of microbatches that leave; None if the slots are too few."""
+    for hold in (2, 1):  # the second if needed
+        held, pages, earliest = _held(positions), list[Page](), Counter[int]()
+        for key in leaving:
+            forward, backward, *_ = positions[key]
+            held.subtract((key[0], p) for p in range(forward + hold + 1, backward))
+        if any(count > (num_slots[c] or 0) for (c, _), count in held.items()):
+            continue
+        for key in sorted(leaving, key=lambda key: positions[key][1]):
+            c, (forward, backward, *_) = key[0], positions[key]
+            begin, earliest[c] = backward, max(earliest[c], forward + hold + 1)
+            while begin > earliest[c] and held[c, begin - 1] < (num_slots[c] or 0):
+                begin -= 1
+                held[c, begin] += 1
+            earliest[c] = begin
+            pages.append(Page(key=key, forward=forward, begin=begin, backward=backward))
+        if all(page.begin > page.forward + 1 for page in pages):
+            return tuple(sorted(pages, key=lambda page: (page.begin, page.backward)))
+    return None
+
+
+def _delay_ms(plan: PagePlan, costs: CostModel, spans: Sequence[Span]) -> float:
+    """Return how much later than without pages actions start: the last one, and all on average."""
+    clock, end_ms = PageClock(plan, costs), 0.0
+    delays: list[float] = []
+    for position, span in enumerate(spans):
+        duration_ms = costs.duration_ms(span.action.op)
+        start = clock(position, max(end_ms, span.start_ms), duration_ms)
+        delays.append(start - span.start_ms)
+        end_ms = start + duration_ms
+    return round(delays[-1] + fmean(delays), 6) if delays else 0.0
 
 
 def _most_together(stays: Iterable[tuple[int, int]]) -> int:

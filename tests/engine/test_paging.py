@@ -29,6 +29,7 @@ from chunkgraph.engine import (
     mark_constant,
 )
 from chunkgraph.engine.agreement import Maximum
+from chunkgraph.engine.paging.replayer import PagedSlotMachine
 from chunkgraph.engine.split import SPLIT, WeightBackwards
 from chunkgraph.errors import CaptureError, ConfigError, SlotError, VerifyError
 from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
@@ -354,6 +355,17 @@ def test_slots_that_keep_memory_at_different_offsets_are_not_paged(backend: Grap
     with graphs.step(4):
         got = all_then_all(graphs.callables[0], backend.device)
     assert all(map(torch.equal, got, expected))
+
+
+def test_the_slot_that_is_saved_first_is_taken_first() -> None:
+    machine = PagedSlotMachine([3], "rank 0")
+    machine.begin_step()
+    assert [machine.acquire_forward(0) for _ in range(3)] == [0, 1, 2]
+    machine.page_out(0, 2)
+    machine.page_out(0, 0)
+    machine.begin_backward(0, 1)
+    machine.release(0, 1)
+    assert [machine.page_in(0, 2), machine.acquire_forward(0), machine.page_in(0, 0)] == [1, 2, 0]
 
 
 def test_a_loop_in_another_order_than_its_schedule_is_refused(backend: GraphBackend) -> None:

@@ -17,7 +17,14 @@ from chunkgraph.engine.paging.replayer import PagedReplayer
 from chunkgraph.errors import CaptureError, ConfigError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.schedules import Schedule
-from chunkgraph.slots import PagePlan, RankSchedule, least_slots, plan_pages, split_actions
+from chunkgraph.slots import (
+    PagePlan,
+    RankSchedule,
+    check_slots,
+    least_slots,
+    plan_pages,
+    split_actions,
+)
 
 
 class SlotLimit:
@@ -129,7 +136,7 @@ class SlotLimit:
             def plan(num_microbatches: int | None) -> PagePlan:
                 schedule = self.check(num_microbatches)
                 for rank, counts in enumerate(fewest):  # too few on one are an error on all
-                    plan_pages(schedule, rank, counts)
+                    check_slots(schedule, rank, counts)
                 return plan_pages(schedule, own.rank, num_slots, own.costs)
 
             return plan

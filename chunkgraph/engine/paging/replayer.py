@@ -27,7 +27,15 @@ _Key = tuple[int, int]
 
 
 class PagedSlotMachine(SlotMachine):
-    """Slots that microbatches leave and come back to; a paged one counts under no slot's number."""
+    """Slots that microbatches leave and come back to; a paged one counts under no slot's number.
+
+    The free slot that is saved first is taken first, as `PageClock` simulates it.
+    """
+
+    def begin_step(self) -> None:
+        """See `SlotMachine.begin_step`."""
+        super().begin_step()
+        self._left: list[tuple[int, int]] = []  # free slots that microbatches left, in order
 
     def next_key(self, chunk: int) -> _Key:
         """Return chunk and microbatch of the next forward of ``chunk``."""
@@ -38,17 +46,25 @@ class PagedSlotMachine(SlotMachine):
         use = self._uses.pop((chunk, slot))
         self._uses[chunk, ~use.microbatch] = use
         self._free[self._set_of[chunk]] |= 1 << slot
+        self._left.append((chunk, slot))
         self._events.append(("page out", chunk, use.microbatch, slot))
 
     def page_in(self, chunk: int, microbatch: int) -> int:
-        """Give a microbatch that has no slot the lowest free one, and return its number."""
-        free = self._free[self._set_of[chunk]]
-        assert free, "the plan has more pages than slots"
-        slot = (free & -free).bit_length() - 1
+        """Give a microbatch that has none a slot, and return its number."""
+        slot = self._next_free(chunk)
         self._free[self._set_of[chunk]] ^= 1 << slot
         self._uses[chunk, slot] = self._uses.pop((chunk, ~microbatch))
         self._events.append(("page in", chunk, microbatch, slot))
         return slot
+
+    def _next_free(self, chunk: int) -> int:
+        free = self._free[self._set_of[chunk]]
+        idle = [
+            s for s in range(free.bit_length()) if free >> s & 1 and (chunk, s) not in self._left
+        ]
+        place = (chunk, idle[0]) if idle else next(left for left in self._left if left[0] == chunk)
+        self._left = [left for left in self._left if left != place]
+        return place[1]
 
 
 class PagedReplayer(Replayer):
