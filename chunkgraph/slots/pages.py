@@ -5,11 +5,11 @@ only around their forward and their backward. In between, what the forward saved
 memory. It leaves once, right after the forward, and comes back into any slot: all are alike.
 
 Where more slots would be held than there are, the microbatch whose backward is furthest leaves
-(Belady): no choice moves fewer pages. How early it leaves and comes back is varied, and then which
-microbatches leave, one or two at a time. A simulation of the copies chooses. A page comes back as
-early as slots are idle, in the order of backwards, and keeps its slot to the end of its backward
-(of the weight half, if it is split). It waits for nothing but copies and actions of its own rank,
-so ranks wait for each other in no cycle that their schedule lacks.
+(Belady): no choice moves fewer pages. Then which ones leave is changed, one or two at a time, as
+long as the simulated copies delay the rank less. A page comes back as early as slots are idle, in
+the order of backwards, and keeps its slot to the end of its backward (of the weight half, if it is
+split). It waits for nothing but copies and actions of its own rank, so ranks wait for each other in
+no cycle that their schedule lacks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from heapq import heappop, heappush
-from itertools import product
 from math import inf
 from statistics import fmean
 
@@ -31,10 +30,10 @@ _Key = tuple[int, int]
 """Chunk and microbatch."""
 _Positions = Mapping[_Key, Sequence[int]]
 """Positions of the actions of each microbatch."""
-_WAYS = tuple(product(range(1, 9), range(9)))
-"""How many actions a slot is held after a forward, and taken before a backward, at first."""
-_NUM_STARTS, _NUM_TRIALS = 4, 400
-"""How many of these plans are improved, and how many plans are tried until the last round."""
+_WAYS = (1, 0), (2, 2), (3, 2), (4, 2)
+"""How many actions a slot is held after a forward, and taken before a backward, in first plans."""
+_NUM_TRIALS = 400
+"""How many plans are tried until the last round of changes begins."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,12 +165,11 @@ def plan_pages(
         return (inf if plan is None else _delay_ms(plan, costs, spans)), len(leaving)
 
     ways = (_furthest(positions, num_slots, *way) for way in _WAYS)
-    found = {leaving for leaving in ways if leaving is not None}
-    starts = sorted(found, key=lambda leaving: (cost_of(leaving), sorted(leaving)))[:_NUM_STARTS]
+    found = [leaving for leaving in ways if leaving is not None]
     pairs = ({key, (key[0], key[1] + far)} for key in positions for far in range(3))
     moves = [pair for pair in pairs if pair <= positions.keys()]
-    best = starts[0]
-    for start in starts:
+    best = found[0]
+    for start in sorted(found, key=cost_of):
         before, leaving = None, start
         while before != leaving and cost_of.cache_info().misses < _NUM_TRIALS:
             before = leaving
