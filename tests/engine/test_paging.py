@@ -16,6 +16,7 @@ import torch.distributed as dist
 from drawn_schedules import legal_steps
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thread_ranks import Agreeing, run_ranks
 from torch import nn
 from toys import Apply
 
@@ -462,7 +463,7 @@ def test_what_a_limit_of_memory_means(backend: GraphBackend) -> None:
 
 def zero_bubble_steps(rank: int, path: str) -> None:
     """Capture for one microbatch; write what a step of more raises, and whether it ends."""
-    timeout = timedelta(seconds=10)
+    timeout = timedelta(seconds=60)
     store = dist.FileStore(f"{path}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     width = (8, 128)[rank]
@@ -511,7 +512,7 @@ def test_slots_too_few_on_one_rank_for_a_later_step_are_an_error_on_all(tmp_path
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(60)
+        process.join(120)
         process.kill()
     first, second = ((tmp_path / f"{rank}").read_text().splitlines() for rank in range(2))
     assert (first[0], second[0]) == ("(2,)", "(1,)")
@@ -521,6 +522,28 @@ def test_slots_too_few_on_one_rank_for_a_later_step_are_an_error_on_all(tmp_path
         assert "[1] slots" in lines[1]
         assert "at least [2]" in lines[1]
         assert lines[2:] == ["replayed"]
+
+
+def test_a_limit_on_some_ranks_is_an_error_on_all() -> None:
+    ranks, errors = Agreeing(2), dict[int, str]()
+
+    def rank(number: int) -> None:
+        graphs = ChunkGraphs.for_schedule(
+            "1f1b",
+            Chunk.from_module(nn.Linear(8, 8), f"rank {number} chunk 0"),
+            rank=number,
+            num_ranks=2,
+            options=CaptureOptions(max_slots=2 if number else None),
+            backend=RecorderBackend(can_sleep=True),
+            agree=ranks.rank(number),
+        )
+        with pytest.raises(CaptureError) as raised:
+            graphs.capture([torch.randn(3, 8, requires_grad=True)])
+        errors[number] = str(raised.value)
+
+    run_ranks(2, rank)
+    assert errors[0].startswith("rank 0 has no limit of slots, unlike other ranks")
+    assert errors[1].startswith("rank 1 limits its slots, unlike other ranks")
 
 
 @pytest.mark.parametrize(
