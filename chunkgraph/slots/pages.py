@@ -4,12 +4,11 @@ A chunk may have fewer slots than its schedule has microbatches in flight. Some 
 only around their forward and their backward. In between, what the forward saved is a *page* in host
 memory. It leaves once, right after the forward, and comes back into any slot: all are alike.
 
-Where more slots would be held than there are, the microbatch whose backward is furthest leaves
-(Belady): no choice moves fewer pages. Then which ones leave is changed, one or two at a time, as
-long as the simulated copies delay the rank less. A page comes back as early as slots are idle, in
-the order of backwards, and keeps its slot to the end of its backward (of the weight half, if it is
-split). It waits for nothing but copies and actions of its own rank, so ranks wait for each other in
-no cycle that their schedule lacks.
+Which microbatches leave is a search: from all, none and some of them, one or two are changed at a
+time, as long as simulated copies delay the rank less, or fewer are needed. A page comes back as
+early as slots are idle, in the order of backwards, and keeps its slot to the end of its backward
+(of the weight half, if it is split). It waits for nothing but copies and actions of its own rank,
+so ranks wait for each other in no cycle that their schedule lacks.
 """
 
 from __future__ import annotations
@@ -30,10 +29,8 @@ _Key = tuple[int, int]
 """Chunk and microbatch."""
 _Positions = Mapping[_Key, Sequence[int]]
 """Positions of the actions of each microbatch."""
-_WAYS = (1, 0), (2, 2), (3, 2), (4, 2)
-"""How many actions a slot is held after a forward, and taken before a backward, in first plans."""
-_NUM_TRIALS = 400
-"""How many plans are tried until the last round of changes begins."""
+_MOST = 400
+"""How many sets of pages are tried until the last round of changes begins."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,32 +150,27 @@ def plan_pages(
     }
     spans = simulate(schedule, costs).spans[rank]
 
-    def plan_of(leaving: frozenset[_Key]) -> PagePlan | None:
-        pages = _pages(positions, num_slots, leaving)
-        if pages is None:
-            return None
-        return PagePlan(actions=actions, keys=keys, num_slots=tuple(num_slots), pages=pages)
+    plan = partial(PagePlan, actions=actions, keys=keys, num_slots=tuple(num_slots))
 
     @cache
     def cost_of(leaving: frozenset[_Key]) -> tuple[float, int]:
-        plan = plan_of(leaving)
-        return (inf if plan is None else _delay_ms(plan, costs, spans)), len(leaving)
+        pages = _pages(positions, num_slots, leaving)
+        delay_ms = inf if pages is None else _delay_ms(plan(pages=pages), costs, spans)
+        return delay_ms, len(leaving)
 
-    ways = (_furthest(positions, num_slots, *way) for way in _WAYS)
-    found = [leaving for leaving in ways if leaving is not None]
     pairs = ({key, (key[0], key[1] + far)} for key in positions for far in range(3))
     moves = [pair for pair in pairs if pair <= positions.keys()]
-    best = found[0]
-    for start in sorted(found, key=cost_of):
+    able = [key for key, at in positions.items() if at[1] > at[0] + 1]
+    starts = [frozenset(key for key in able if key[1] % 3 >= stays) for stays in range(4)]
+    best = min(starts, key=cost_of)
+    for start in sorted(starts, key=cost_of):
         before, leaving = None, start
-        while before != leaving and cost_of.cache_info().misses < _NUM_TRIALS:
+        while before != leaving and cost_of(best) > (0, 0) and cost_of.cache_info().misses < _MOST:
             before = leaving
-            for move in moves if cost_of(leaving)[0] else ():
+            for move in moves:
                 leaving = min(leaving, leaving ^ move, key=cost_of)
         best = min(best, leaving, key=cost_of)
-    plan = plan_of(best)
-    assert plan is not None
-    return plan
+    return plan(pages=_pages(positions, num_slots, best) or ())
 
 
 def check_slots(schedule: Schedule, rank: int, num_slots: Sequence[int | None]) -> None:
@@ -192,8 +184,8 @@ def check_slots(schedule: Schedule, rank: int, num_slots: Sequence[int | None]) 
         raise ConfigError(
             f"rank {rank}: {list(num_slots)} slots are too few for schedule {schedule.name!r} with "
             f"{schedule.num_microbatches} microbatches, whose chunks need at least {list(least)} "
-            "even if every page leaves. Allow more slots (max_slots, --slots), or more memory for "
-            "them (max_slot_memory)."
+            "even if every page leaves (a split backward keeps its slot between its halves). Allow "
+            "more slots (max_slots, --slots), or more memory for them (max_slot_memory)."
         )
 
 
@@ -250,37 +242,13 @@ def _positions(schedule: Schedule, rank: int) -> dict[_Key, list[int]]:
     return positions
 
 
-def _held(positions: _Positions) -> Counter[_Key]:
-    """Return how many slots of each chunk microbatches hold at each position."""
-    return Counter((key[0], p) for key, at in positions.items() for p in range(at[0], at[-1] + 1))
-
-
-def _furthest(
-    positions: _Positions, num_slots: Sequence[int | None], hold: int, lead: int
-) -> frozenset[_Key] | None:
-    """Return the microbatches that leave if the furthest do; None if the slots are too few."""
-    held, leaving = _held(positions), set[_Key]()
-    for c, position in sorted(held):
-        while held[c, position] > (num_slots[c] or 0):
-            others = [
-                (at[1], key)
-                for key, at in positions.items()
-                if key[0] == c and key not in leaving and at[0] + hold < position < at[1] - lead
-            ]
-            if not others:
-                return None
-            backward, key = max(others)
-            leaving.add(key)
-            held.subtract((c, p) for p in range(positions[key][0] + hold + 1, backward - lead))
-    return frozenset(leaving)
-
-
 def _pages(
     positions: _Positions, num_slots: Sequence[int | None], leaving: Iterable[_Key]
 ) -> tuple[Page, ...] | None:
     """Return the pages of microbatches that leave; None if the slots are too few."""
     for hold in (2, 1):  # the second if needed
-        held, pages, earliest = _held(positions), list[Page](), Counter[int]()
+        held = Counter((k[0], p) for k, at in positions.items() for p in range(at[0], at[-1] + 1))
+        pages, earliest = list[Page](), Counter[int]()
         for key in leaving:
             forward, backward, *_ = positions[key]
             held.subtract((key[0], p) for p in range(forward + hold + 1, backward))
@@ -300,7 +268,7 @@ def _pages(
 
 
 def _delay_ms(plan: PagePlan, costs: CostModel, spans: Sequence[Span]) -> float:
-    """Return how much later than without pages actions start: the last one, and all on average."""
+    """Return how much later actions start than without pages: the last one, and twice the mean."""
     clock, end_ms = PageClock(plan, costs), 0.0
     delays: list[float] = []
     for position, span in enumerate(spans):
@@ -308,7 +276,7 @@ def _delay_ms(plan: PagePlan, costs: CostModel, spans: Sequence[Span]) -> float:
         start = clock(position, max(end_ms, span.start_ms), duration_ms)
         delays.append(start - span.start_ms)
         end_ms = start + duration_ms
-    return round(delays[-1] + fmean(delays), 6) if delays else 0.0
+    return round(delays[-1] + 2 * fmean(delays), 6) if delays else 0.0
 
 
 def _most_together(stays: Iterable[tuple[int, int]]) -> int:

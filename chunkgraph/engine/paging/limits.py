@@ -86,15 +86,9 @@ class SlotLimit:
         if num_microbatches in self._schedules:
             return self._schedules[num_microbatches]
         schedule = split_actions(self._schedule.build(num_microbatches))
-        needed = [least_slots(schedule, rank) for rank in range(schedule.num_ranks)]
-        own, most = needed[self._schedule.rank], max(map(max, needed))
-        if most > (self._options.max_slots or most):
-            raise ConfigError(
-                f"max_slots={self._options.max_slots}, but schedule {schedule.name!r} with "
-                f"{num_microbatches} microbatches needs {most} slots of a chunk even if every page "
-                "leaves (a split backward keeps its slot between its halves). Allow more, or use "
-                "a schedule of whole backwards."
-            )
+        for rank in range(schedule.num_ranks):
+            check_slots(schedule, rank, [self._options.max_slots] * schedule.num_chunks)
+        own = least_slots(schedule, self._schedule.rank)
         self._least = tuple(map(max, own, self._least or own))
         self._schedules[num_microbatches] = schedule
         return schedule
