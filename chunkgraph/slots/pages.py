@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from heapq import heappop, heappush
+from itertools import accumulate
 from math import inf
 from statistics import fmean
 
@@ -243,23 +244,29 @@ def _positions(schedule: Schedule, rank: int) -> dict[_Key, list[int]]:
 
 
 def _pages(
-    positions: _Positions, num_slots: Sequence[int | None], leaving: Iterable[_Key]
+    positions: _Positions, num_slots: Sequence[int | None], leaving: frozenset[_Key]
 ) -> tuple[Page, ...] | None:
     """Return the pages of microbatches that leave; None if the slots are too few."""
+    last = max((at[-1] for at in positions.values()), default=0)
+    most = [count or 0 for count in num_slots]  # others hold none
     for hold in (2, 1):  # the second if needed
-        held = Counter((k[0], p) for k, at in positions.items() for p in range(at[0], at[-1] + 1))
-        pages, earliest = list[Page](), Counter[int]()
-        for key in leaving:
-            forward, backward, *_ = positions[key]
-            held.subtract((key[0], p) for p in range(forward + hold + 1, backward))
-        if any(count > (num_slots[c] or 0) for (c, _), count in held.items()):
+        changes = [[0] * (last + 2) for _ in num_slots]
+        for key, at in positions.items():
+            is_away = key in leaving and at[0] + hold < at[1]
+            stays = ((at[0], at[0] + hold), (at[1], at[-1])) if is_away else ((at[0], at[-1]),)
+            for begin, end in stays:
+                changes[key[0]][begin] += 1
+                changes[key[0]][end + 1] -= 1
+        held = [list(accumulate(of_chunk)) for of_chunk in changes]
+        if any(max(of_chunk) > most[c] for c, of_chunk in enumerate(held)):
             continue
+        pages, earliest = list[Page](), Counter[int]()
         for key in sorted(leaving, key=lambda key: positions[key][1]):
             c, (forward, backward, *_) = key[0], positions[key]
             begin, earliest[c] = backward, max(earliest[c], forward + hold + 1)
-            while begin > earliest[c] and held[c, begin - 1] < (num_slots[c] or 0):
+            while begin > earliest[c] and held[c][begin - 1] < most[c]:
                 begin -= 1
-                held[c, begin] += 1
+                held[c][begin] += 1
             earliest[c] = begin
             pages.append(Page(key=key, forward=forward, begin=begin, backward=backward))
         if all(page.begin > page.forward + 1 for page in pages):
