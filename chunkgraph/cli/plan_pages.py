@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
+from math import inf
 from operator import mul
 from typing import TYPE_CHECKING
 
@@ -129,12 +132,16 @@ def print_fewer_slots(
         count = min(request.num_microbatches, 4 * (request.group_size or request.num_ranks))
         request = replace(request, num_microbatches=count)
     full = [row.plan.slots_per_chunk for row in rows]
-    for most in range(1, max(map(max, full))):
+
+    @cache
+    def ratio_of(most: int) -> float:
         with suppress(ConfigError):  # too few
             counts = [tuple(min(count, most) for count in own) for own in full]
-            _, ratio = _simulated(request, args, counts)
-            if ratio <= _TOLERANCE:
-                times = "{:g} {:g}".format(*args.page_time)
-                how = f"(--slots, --page-time {times})"
-                console.print(f"{most} slots of a chunk take {ratio:.3f} of its step {how}.")
-                return
+            return _simulated(request, args, counts)[1]
+        return inf
+
+    fewer = range(1, max(map(max, full)))
+    index = bisect_left(fewer, True, key=lambda most: ratio_of(most) <= _TOLERANCE)
+    for most in fewer[index : index + 1]:
+        how = "(--slots, --page-time {:g} {:g})".format(*args.page_time)
+        console.print(f"{most} slots of a chunk take {ratio_of(most):.3f} of its step {how}.")

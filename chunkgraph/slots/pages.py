@@ -279,7 +279,7 @@ def _delay_ms(plan: PagePlan, costs: CostModel, spans: Sequence[Span]) -> float:
     clock, end_ms = PageClock(plan, costs), 0.0
     delays: list[float] = []
     for position, span in enumerate(spans):
-        duration_ms = costs.duration_ms(span.action.op)
+        duration_ms = span.end_ms - span.start_ms
         start = clock(position, max(end_ms, span.start_ms), duration_ms)
         delays.append(start - span.start_ms)
         end_ms = start + duration_ms
