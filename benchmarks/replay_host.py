@@ -226,6 +226,8 @@ def _watch(graphs: Any, parts: _Parts) -> None:
         slot.inputs.load = parts.timed("inputs loaded", slot.inputs.load)
         slot.graphs["F"].replay = parts.timed("launch of the forward", slot.graphs["F"].replay)
         slot.graphs["B"].replay = parts.timed("launch of the backward", slot.graphs["B"].replay)
+        hand_out = slot.input_grads.hand_out
+        slot.input_grads.hand_out = parts.timed("input gradients handed out", hand_out)
     replayer.replay_backward = parts.timed("backward in all", replayer.replay_backward)
 
 

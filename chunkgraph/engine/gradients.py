@@ -37,7 +37,7 @@ def _num_tensors_on_new_storage() -> int:
     return use_count(tensor.untyped_storage()._cdata)
 
 
-_NUM_SOLE = _num_tensors_on_new_storage()
+NUM_SOLE = _num_tensors_on_new_storage()
 
 
 def _nothing() -> None:
@@ -124,7 +124,7 @@ class GradMemory:
             else:
                 self._refuse_unusable(grad)
                 sink.copy_(grad)
-                if use_count(grad.untyped_storage()._cdata) == _NUM_SOLE:
+                if use_count(grad.untyped_storage()._cdata) == NUM_SOLE:
                     grad.data = sink
                 else:
                     self._shared.append((index, grad))

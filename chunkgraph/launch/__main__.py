@@ -20,13 +20,14 @@ import sys
 import time
 import traceback
 import warnings
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Never
 
 from chunkgraph._collector import collector_paused
-from chunkgraph._text import shorten
+from chunkgraph._text import did_you_mean, shorten
 from chunkgraph.errors import ChunkGraphError, ConfigError, TopologyError
 from chunkgraph.jobs.processes import EXIT_FAILED, keep_quiet, leave, run_rank
 from chunkgraph.launch.flags import (
+    FLAGS,
     GRANULARITY,
     RECORD_VARIABLE,
     SWITCH,
@@ -37,6 +38,8 @@ from chunkgraph.launch.flags import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from chunkgraph.launch.hooks import ChunkGraphsInPretrain
 
 _PROG = "python -m chunkgraph.launch"
@@ -59,30 +62,11 @@ def run_script(options: argparse.Namespace) -> int:
         Exception: Any exception of the script.
         ConfigError: The flags cannot be combined.
     """
-    script_args = list(options.script_args)
-    if options.device == "cpu":
-        # Megatron compiles small functions for a GPU; torch reads the variable at import.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        set_max_connections(script_args)  # on GPUs the user does
-    # As Python does for a script; in a checkout, `megatron` is next to the script.
-    sys.path.insert(0, str(options.script.resolve().parent))
-    with contextlib.ExitStack() as stack:
-        with collector_paused():
-            if options.device == "cpu":
-                from chunkgraph.megatron.cpu.pretrain import cpu_flags, cpu_pretrain_host
+    on_cpu = options.device == "cpu"
+    with _hooked_script(options, on_cpu=on_cpu) as hooks, contextlib.ExitStack() as stack:
+        from chunkgraph.engine.agreement import lost_ranks_named
+        from chunkgraph.launch.step_records import StepRecorder
 
-                warnings.simplefilter("ignore")
-                keep_quiet()
-                script_args += cpu_flags(script_args)
-                stack.enter_context(cpu_pretrain_host())
-            sys.argv = [str(options.script), *script_args]
-            from chunkgraph.engine.agreement import lost_ranks_named
-            from chunkgraph.launch.hooks import enable
-            from chunkgraph.launch.step_records import StepRecorder
-
-            hooks = enable(on_cpu=options.device == "cpu")
-        hooks.on_parser = explain_in_one_line
-        stack.callback(hooks.disable)
         if run := os.environ.get(RECORD_VARIABLE):
             stack.callback(StepRecorder(hooks, **json.loads(run)).close)
         stack.enter_context(lost_ranks_named())
@@ -92,9 +76,14 @@ def run_script(options: argparse.Namespace) -> int:
         except SystemExit as error:
             code = _exit_code(error)
             is_over = hooks.was_parsed  # otherwise this was --help
+        except argparse.ArgumentError as error:
+            raise ConfigError(
+                f"{shorten(options.script.name)}: {error}. If the script defines a flag of chunk "
+                "graphs, rename the script's."
+            ) from error
         if code == 0 and is_over and os.environ.get("RANK", "0") == "0":
             _warn_if_unused(options, hooks)
-    if options.device == "cpu" and code == 0:
+    if on_cpu and code == 0:
         # Ranks sometimes ended with SIGABRT ("terminate called without an active exception") after
         # a complete training. The likely cause, not proven: a gloo thread frees its tensors shortly
         # after it reports the result, while Python is already exiting.
@@ -102,8 +91,45 @@ def run_script(options: argparse.Namespace) -> int:
     return code
 
 
+@contextlib.contextmanager
+def _hooked_script(
+    options: argparse.Namespace, *, on_cpu: bool, is_planned: bool = False
+) -> Iterator[ChunkGraphsInPretrain]:
+    """Prepare this process for the script, and hook Megatron's pretrain program.
+
+    Args:
+        options: The command line.
+        on_cpu: Whether the script trains on a CPU.
+        is_planned: Whether it ends before it trains, whatever this machine has.
+    """
+    script_args = list(options.script_args)
+    if on_cpu or is_planned:
+        # Megatron compiles small functions for a GPU; torch reads the variable at import.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        set_max_connections(script_args)  # on GPUs the user does
+        warnings.simplefilter("ignore")
+    # As Python does for a script; in a checkout, `megatron` is next to the script.
+    sys.path.insert(0, str(options.script.resolve().parent))
+    with contextlib.ExitStack() as stack:
+        with collector_paused():
+            if on_cpu or is_planned:
+                from chunkgraph.megatron.cpu.pretrain import cpu_flags, cpu_pretrain_host
+
+                stack.enter_context(cpu_pretrain_host())
+            if on_cpu:
+                keep_quiet()
+                script_args += cpu_flags(script_args)
+            sys.argv = [str(options.script), *script_args]
+            from chunkgraph.launch.hooks import enable
+
+            hooks = enable(on_cpu=on_cpu)
+        hooks.on_parser = explain_in_one_line
+        stack.callback(hooks.disable)
+        yield hooks
+
+
 class _ParsedError(BaseException):
-    """Exits the script after its arguments; ``except Exception`` does not catch it."""
+    """Exits the script with its arguments and flags; ``except Exception`` does not catch it."""
 
 
 def planned_arguments(options: argparse.Namespace) -> tuple[argparse.Namespace, GraphFlags]:
@@ -122,78 +148,63 @@ def planned_arguments(options: argparse.Namespace) -> tuple[argparse.Namespace, 
         ConfigError: Megatron or chunk graphs refuse the arguments, or the script fails or parses
             none.
     """
-    import torch.distributed as dist
+    latest: list[argparse.Namespace] = []
 
-    from chunkgraph.launch.arguments import settle_arguments
-    from chunkgraph.launch.hooks import ChunkGraphsInPretrain
-    from chunkgraph.launch.patches import patch_pretrain, validate_arguments
-    from chunkgraph.megatron.core.access import patch_attributes
-    from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
+    def on_parser(parser: argparse.ArgumentParser) -> None:
+        explain_in_one_line(parser)
+        own = (SWITCH, *(str(item.flag) for item in FLAGS))
+        for name in (arg.partition("=")[0] for arg in options.script_args):
+            # A script may ignore unknown flags, and own parsers of it know some.
+            if name not in parser._option_string_actions and did_you_mean(name, own, 0.9):
+                parser.error(f"unrecognized arguments: {name}")
 
-    found: list[tuple[argparse.Namespace, GraphFlags]] = []
-    latest: list[Any] = []  # the parser that parsed last
-    mine: list[Any] = []  # Megatron's parser, and its arguments
-    unknown: dict[Any, list[str]] = {}  # by parser of the command line
-    parse = argparse.ArgumentParser.parse_known_args
+    def parsed(args: argparse.Namespace) -> None:
+        latest[:] = [args]
+        if not hooks.unknown:  # otherwise the script may parse again, and know them then
+            end_script()
 
-    def parse_known_args(parser: Any, args: Any = None, namespace: Any = None) -> Any:
-        result = parse(parser, args, namespace)
-        if args is None:
-            latest[:1], unknown[parser] = [parser], result[1]
-        return result
+    def end_script(*_: object, **__: object) -> Never:
+        from chunkgraph.launch.arguments import settle_arguments
+        from chunkgraph.launch.patches import validate_arguments
 
-    def on_parsed(args: argparse.Namespace) -> None:
-        mine[:] = latest[0], args
-        # A script that ignores unknown flags may parse again, and know them then.
-        if not unknown[mine[0]]:
-            check_and_exit()
-
-    def check_and_exit(*_: Any, **__: Any) -> Never:
-        parser, args = mine
-        lists = unknown.values()
-        if rest := [arg for arg in unknown[parser] if all(arg in one for one in lists)]:
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        size = options.nproc_per_node or _smallest_world_size(args)
+        (args,) = latest
+        least = _smallest_world_size(args)
+        size = options.nproc_per_node or least
         os.environ["WORLD_SIZE"] = str(size)
         flags = settle_arguments(args, on_cpu=False)
         if flags is None:
             asked = f"{GRANULARITY} {args.cuda_graph_granularity}"
             raise ConfigError(f"{asked}: there are no chunk graphs to plan. Add {SWITCH}.")
-        if size % (least := _smallest_world_size(args)):
+        if size % least:
             raise TopologyError(
                 f"{size} processes: the products pipeline x tensor x context and pipeline x expert "
                 f"x expert-tensor must divide them. Start a multiple of {least}, or change sizes."
             )
         args.rank, args.world_size = 0, size
         validate_arguments(args)
-        found.append((args, flags))
-        raise _ParsedError
+        raise _ParsedError(args, flags)
 
-    script_args = list(options.script_args)
-    if not any(arg.partition("=")[0] == GRANULARITY for arg in script_args):
-        script_args.append(SWITCH)
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    set_max_connections(script_args)
+    if not any(arg.partition("=")[0] == GRANULARITY for arg in options.script_args):
+        options.script_args = [*options.script_args, SWITCH]
     os.environ.update(RANK="0", WORLD_SIZE=str(options.nproc_per_node or 1), LOCAL_RANK="0")
-    sys.path.insert(0, str(options.script.resolve().parent))
-    sys.argv = [str(options.script), *script_args]
-    warnings.simplefilter("ignore")
-    hooks = ChunkGraphsInPretrain()
-    hooks.on_parser = explain_in_one_line
-    hooks.parsed = on_parsed  # type: ignore[method-assign]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(cpu_pretrain_host())
-        stack.callback(patch_pretrain(hooks))
-        patches = {"parse_known_args": parse_known_args}
-        stack.callback(patch_attributes(argparse.ArgumentParser, patches))
-        stack.callback(patch_attributes(dist, {"init_process_group": check_and_exit}))
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+    with (
+        _hooked_script(options, on_cpu=False, is_planned=True) as hooks,
+        contextlib.ExitStack() as undo,
+    ):
+        import torch.distributed as dist
+
+        from chunkgraph.megatron.core.access import patch_attributes
+
+        hooks.on_parser, hooks.parsed = on_parser, parsed  # type: ignore[method-assign]
+        undo.callback(patch_attributes(dist, {"init_process_group": end_script}))
+        undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
         try:
             runpy.run_path(str(options.script), run_name="__main__")
-            if mine:
-                check_and_exit()
-        except _ParsedError:
-            return found[0]
+            if latest:
+                end_script()
+        except _ParsedError as end:
+            args, flags = end.args
+            return args, flags
         except (ChunkGraphError, KeyboardInterrupt):
             raise
         except BaseException as error:
@@ -222,19 +233,14 @@ def _smallest_world_size(args: argparse.Namespace) -> int:
 
 def _warn_if_unused(options: argparse.Namespace, hooks: ChunkGraphsInPretrain) -> None:
     """Warn that the flags had no effect, as in a script with its own training loop."""
-    if hooks.was_parsed:
-        is_unused = hooks.flags is not None and not hooks.has_trained
-        reason = "trained nothing with Megatron's pretrain()"
-    else:
-        names = {arg.partition("=")[0] for arg in options.script_args}
-        is_unused = not names.isdisjoint((GRANULARITY, SWITCH))
-        reason = "never parsed Megatron's arguments"
-    if not is_unused:
-        return
-    sys.stderr.write(
-        f"WARNING: chunk graphs: {shorten(options.script.name)} {reason}, so {GRANULARITY} had no "
-        "effect. In your own training loop, call chunkgraph.megatron.attach().\n"
-    )
+    names = {arg.partition("=")[0] for arg in options.script_args}
+    is_asked = hooks.flags if hooks.was_parsed else names & {GRANULARITY, SWITCH}
+    if is_asked and not hooks.has_trained:
+        sys.stderr.write(
+            f"WARNING: chunk graphs: {shorten(options.script.name)} trained nothing with "
+            f"Megatron's pretrain(), so {GRANULARITY} had no effect. In your own training loop, "
+            "call chunkgraph.megatron.attach().\n"
+        )
 
 
 def _exit_code(error: SystemExit) -> int:

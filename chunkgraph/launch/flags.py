@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,16 +27,13 @@ from chunkgraph.settings import (
     Config,
     PackingConfig,
     Section,
-    Setting,
     StashConfig,
-    derived_fields,
     load_config,
     settings_of,
 )
 from chunkgraph.settings.loader import problems_of
 from chunkgraph.settings.models import Flag
-from chunkgraph.settings.rule import Facts, Rule, check
-from chunkgraph.settings.words import facts_of
+from chunkgraph.settings.script_flags import flags_of, words_of
 
 RECORD_VARIABLE = "CHUNKGRAPH_RECORD_STEPS"
 """Environment variable of a comparison's ranks: the run as JSON; see `StepRecorder`."""
@@ -95,22 +90,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             more |= {"nargs": "?", "const": _BARE_SEQS}
         # argparse formats help with %.
         has_default = item.default not in (None, ())
-        default = f" (default: {' '.join(_words_of(item.default))})" if has_default else ""
+        default = f" (default: {' '.join(words_of(item.default))})" if has_default else ""
         text = f"{item.help}{default}"
         group.add_argument(str(item.flag), default=None, help=text.replace("%", "%%"), **more)
     parser.set_defaults(cuda_graph_granularity="layer", has_megatron_chunks=is_megatrons)
     warmup = parser._option_string_actions.get(_WARMUP)
     if warmup is not None and type(warmup.default) is int:
         warmup.default = _MegatronDefault(warmup.default)
-
-
-def _words_of(value: Any) -> tuple[str, ...]:
-    """Format a value of a setting as its flag's arguments; 0 stands for an empty list."""
-    if isinstance(value, tuple):
-        return tuple(text for one in value or (0,) for text in _words_of(one))
-    if isinstance(value, bool):
-        return (str(value).lower(),)
-    return (repr(value).removesuffix(".0") if isinstance(value, float) else str(value),)
 
 
 def _values_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -143,7 +129,7 @@ def read_flags(args: argparse.Namespace) -> GraphFlags | None:
         ConfigError: Flags have wrong values or no effect; the error lists all of them.
     """
     given = _values_of(args)
-    words = {path: " ".join([str(_OPTIONS[path].flag), *_words_of(v)]) for path, v in given.items()}
+    words = {path: " ".join([str(_OPTIONS[path].flag), *words_of(v)]) for path, v in given.items()}
     is_megatrons = leaves_to_megatron(args)
     if is_megatrons or not (args.chunkgraph or args.cuda_graph_granularity == "chunk"):
         words.pop("pipeline.schedule", None)  # it drives eager steps too
@@ -156,42 +142,26 @@ def read_flags(args: argparse.Namespace) -> GraphFlags | None:
                 f"{unused} has no effect with {place}. Add {remedy}, or leave it out."
             )
         return None
-    problems: list[str] = []
-    default = CaptureConfig().num_warmup_steps
-    num_warmup_steps = getattr(args, "cuda_graph_warmup_steps", default)
+    num_warmup_steps = getattr(args, "cuda_graph_warmup_steps", 0)
     if isinstance(num_warmup_steps, _MegatronDefault):
-        num_warmup_steps = default
+        num_warmup_steps = 0
     # Chunks are captured from the inputs of an eager step, so 0 is as early as 1.
-    num_warmup_steps = num_warmup_steps or 1
-    values: dict[str, Any] = {"packing": {}, "stash": {}}
-    values["capture"] = {"num_warmup_steps": num_warmup_steps}
+    values: dict[str, Any] = {"capture": {"num_warmup_steps": num_warmup_steps or 1}}
+    values |= {"packing": {}, "stash": {}}
     for path, value in given.items():
-        switch = _OPTIONS[path].switch or ""
-        if switch in _OPTIONS and not given.get(switch):
-            problems.append(
-                f"{words[path]} has no effect without {_OPTIONS[switch].flag}; add it, or leave "
-                "this out."
-            )
         section, _, name = path.partition(".")
         # The single settings of other sections have none here.
         values.get(section, values)[name] = value
-    flags = None
     try:
-        flags = GraphFlags.model_validate(values)
+        return GraphFlags.model_validate(values)
     except ValidationError as error:
-        problems += problems_of(error, GraphFlags, _named)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return flags
+        raise ConfigError("\n".join(problems_of(error, GraphFlags, _named))) from None
 
 
 def _named(path: str) -> str:
     """Return the path of a setting with the flag in place of its name."""
-
-    def name(match: re.Match[str]) -> str:
-        return str(_OPTIONS[match[0]].flag) if match[0] in _OPTIONS else match[0]
-
-    return re.sub(r"^[\w.]+", name, path)
+    name, bracket, index = path.partition("[")
+    return f"{_OPTIONS[name].flag if name in _OPTIONS else name}{bracket}{index}"
 
 
 # -- the launcher's own command line -------------------------------------------------------------
@@ -337,51 +307,6 @@ _RIVALS = {
     "--bf16": {"--fp16"},
 }
 """Other flags of Megatron that decide the same, and that it refuses together."""
-_GRAPHS = ("capture", "packing", "stash")
-"""Sections that have an effect only with graphs."""
-
-
-def _has_one_chunk(config: Config) -> bool:
-    return config.pipeline.num_model_chunks == 1
-
-
-_WITHOUT_EFFECT: dict[str, Callable[[Config], bool]] = {
-    "model.recompute_modules": lambda c: c.model.recompute_granularity != "selective",
-    "pipeline.virtual_pipeline_model_parallel_size": _has_one_chunk,
-    "pipeline.microbatch_group_size_per_vp_stage": _has_one_chunk,
-    # Without graphs nothing would count the dropped tokens.
-    "moe.moe_expert_rank_capacity_factor": lambda c: not c.capture.enabled,
-}
-"""Settings that Megatron does not need, or refuses, although they are not null."""
-
-
-def _holds(f: Facts, limit: int | None) -> bool:
-    return bool(f.stash and f.captures) and limit is not None
-
-
-_NO_FLAG = "it has no flag; use null, or chunkgraph train"
-_RULES = (
-    Rule(
-        "context_parallel_sizes: documents of a pretrain script are spread over ranks only with "
-        "capture; use [], capture the chunks, or use chunkgraph train",
-        lambda f: f.context_parallel_sizes and not f.captures,
-    ),
-    Rule(
-        f"seq_buckets: {_NO_FLAG}",
-        lambda f: bool(f.max_packed_seqs and f.captures) and f.seq_buckets is not None,
-    ),
-    Rule(f"initial_bytes: {_NO_FLAG}", lambda f: _holds(f, f.initial_bytes)),
-    Rule(f"max_bytes: {_NO_FLAG}", lambda f: _holds(f, f.max_bytes)),
-    Rule(
-        "hybrid_layer_pattern: a configuration file cannot pass it to a pretrain script yet; use "
-        "null and pass Megatron's --hybrid-layer-pattern and --spec, or use chunkgraph train"
-    ),
-    Rule(
-        "layer_spec: it has no name on the command line; use auto, and pass --spec to the script",
-        lambda f: f.layer_spec not in ("auto", "local", "transformer_engine"),
-    ),
-)
-"""Rules for values that have no flag in Megatron."""
 
 
 def merge_flags(config: Config, script_args: Sequence[str], line: argparse.Namespace) -> list[str]:
@@ -405,73 +330,6 @@ def merge_flags(config: Config, script_args: Sequence[str], line: argparse.Names
         config = config.model_copy(update={section: changed})
     names = {arg.partition("=")[0] for arg in script_args}
     flags = [flag for flag in flags_of(config) if names.isdisjoint(_RIVALS.get(flag[0], ()))]
-    return [*(text for flag in flags for text in flag), *script_args]
-
-
-def flags_of(config: Config) -> list[tuple[str, ...]]:
-    """Return the flags of all values, each with its arguments.
-
-    Raises:
-        ConfigError: A value has no flag in Megatron.
-    """
-    check(_RULES, facts_of(config), "these settings have no flags:")
-    flags = [*_special_flags(config)]
-    for item in settings_of(Config):
-        if (value := _value_of(item, config)) is not None:
-            own = item.flag and (item.flag, *_words_of(value))
-            flags.append(own or (str(item.megatron), *_texts(item.name, value)))
     if config.capture.enabled:
         flags.append((SWITCH,))
-    return flags
-
-
-def _value_of(item: Setting, config: Config) -> Any:
-    """Return the value of a setting; None if it has no flag, no effect, or its flag's default."""
-    value = attrgetter(item.path)(config)
-    is_for_graphs = bool(item.flag) or item.path.startswith(_GRAPHS)
-    is_default = value == item.default if item.flag else value is False or value == ()
-    if (
-        (item.flag or item.megatron) is None
-        or (is_for_graphs and not config.capture.enabled)
-        or (item.switch and not attrgetter(item.switch)(config))
-        or (item.path in _WITHOUT_EFFECT and _WITHOUT_EFFECT[item.path](config))
-        or is_default
-    ):
-        return None
-    return value
-
-
-def _special_flags(config: Config) -> Iterator[tuple[str, ...]]:
-    """Yield values that have several flags, or a flag of a different name."""
-    model, pipeline = config.model, config.pipeline
-    yield "--max-position-embeddings", str(model.seq_length)
-    yield "--position-embedding-type", "rope"
-    if model.params_dtype == "bfloat16":
-        yield ("--bf16",)
-    if model.layer_spec != "auto":
-        yield "--transformer-impl", model.layer_spec
-    # As in `chunkgraph train`: neither gated layers nor their neighbors have biases, experts are
-    # not split over the tensor ranks, and the loss is the mean over all tokens of the step.
-    if model.swiglu:
-        yield ("--disable-bias-linear",)
-    if config.moe.num_moe_experts is not None and pipeline.tensor_model_parallel_size > 1:
-        yield "--expert-tensor-parallel-size", "1"
-    if config.packing.max_packed_seqs and config.packing.context_parallel_sizes:
-        yield ("--calculate-per-token-loss",)
-    for name, value in derived_fields(config).items():
-        if value is False and not name.startswith("moe_"):
-            raise ConfigError(
-                f"model.transformer_config.{name} is false, for which a pretrain script may have a "
-                "flag of another name. Leave it out, and pass Megatron's flag to the script."
-            )
-        if value is not None and value is not False:
-            yield f"--{name.replace('_', '-')}", *_texts(name, value)
-
-
-def _texts(name: str, value: Any) -> tuple[str, ...]:
-    """Format a value of Megatron's setting as the arguments of its flag."""
-    if value is True:
-        return ()
-    if "freq" in name:  # Megatron evaluates it as an expression, which has no spaces
-        return (str(value).replace(" ", ""),)
-    return tuple(map(str, value if isinstance(value, (list, tuple)) else [value]))
+    return [*(text for flag in flags for text in flag), *script_args]

@@ -27,12 +27,7 @@ import torch.distributed as dist
 from chunkgraph._text import counted, format_bytes
 from chunkgraph.engine import CaptureOptions, CaptureReport
 from chunkgraph.engine.agreement import refuse_differences
-from chunkgraph.launch.arguments import (
-    equal_facts,
-    packing_options,
-    refuse_changed_arguments,
-    settle_arguments,
-)
+from chunkgraph.launch.arguments import equal_facts, refuse_changed_arguments, settle_arguments
 from chunkgraph.launch.flags import GraphFlags
 from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps, SpreadDocuments
 from chunkgraph.launch.patches import (
@@ -54,6 +49,7 @@ from chunkgraph.megatron.features.experts.overlap import turn_off_overlap
 from chunkgraph.megatron.features.experts.state import scale_expert_metrics
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.params import shares_keys
+from chunkgraph.megatron.features.packing.script import packing_options
 from chunkgraph.megatron.pipeline.choice import PipelinePlace
 from chunkgraph.megatron.pipeline.driver import ScheduleDriver
 from chunkgraph.megatron.site import new_agreement
@@ -102,6 +98,7 @@ class ChunkGraphsInPretrain:
     Attributes:
         flags: The parsed flags; None before parsing and for granularity ``layer``.
         graphs: The graphs that are attached to the model during training, otherwise None.
+        unknown: Arguments that Megatron's parser did not know.
         was_parsed: Whether Megatron's arguments were parsed.
         has_trained: Whether graphs were ever attached to a model.
         always_succeeds: Whether every step of the optimizer succeeds, on all ranks.
@@ -113,6 +110,7 @@ class ChunkGraphsInPretrain:
     def __init__(self, *, on_cpu: bool = False) -> None:
         self.flags: GraphFlags | None = None
         self.graphs: MegatronChunkGraphs | None = None
+        self.unknown: list[str] = []
         self.was_parsed = False
         self.has_trained = False
         self.always_succeeds = False
@@ -220,7 +218,9 @@ class ChunkGraphsInPretrain:
             multiple_of=place.group_size if len(chunks) > 1 else 1,
             counts_padding=shares_keys(args),
         )
-        groups = ContextGroups.of_data_parallel(limits.group_sizes, has_experts=_has_experts(args))
+        groups = ContextGroups.of_data_parallel(
+            limits.group_sizes, has_experts=bool(args.num_experts)
+        )
         # Not after an error: if only this rank has one, others may wait in these groups forever.
         undo.push(lambda kind, _error, _trace: groups.close() if kind is None else None)
         undo.callback(follow_groups(chunks, groups))
@@ -306,13 +306,8 @@ def _packed_steps(
         device=graphs.site.device,
         data_ranks=exchange_between(state.get_data_parallel_group(with_context_parallel=True)),
         tensor_ranks=tensor_ranks,
-        has_experts=_has_experts(args),
+        has_experts=bool(args.num_experts),
     )
-
-
-def _has_experts(args: argparse.Namespace) -> bool:
-    """Return whether the model has experts, on any rank."""
-    return bool(getattr(args, "num_experts", None))
 
 
 def _rank() -> int:

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,11 +23,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from chunkgraph.errors import ConfigError, PackingError
-from chunkgraph.launch.documents import ROWS, Documents, Microbatches, cut, documents_of, look_ahead
 from chunkgraph.megatron.attachment import MegatronChunkGraphs
+from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.core.agreement import Exchange
 from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.features.packing.documents import ROWS, Documents, cut, documents_of
 from chunkgraph.megatron.features.packing.params import (
     ARGUMENT,
     PADDING_MASK,
@@ -44,10 +46,68 @@ from chunkgraph.packing import (
 
 _Value = TypeVar("_Value")
 
-
+Microbatches = Sequence["deque[dict[str, Any]] | None"]
+"""The microbatches of a step for each model chunk; None for a chunk that another rank reads."""
 Inputs = Callable[[Any], dict[str, Any]]
 """Compute keyword arguments of the model for a microbatch from the forward step's packed-sequence
 parameters; they replace the forward step's own."""
+
+
+class ReadAhead:
+    """An iterator whose next items can be inspected before they are read.
+
+    An error of the underlying iterator surfaces when the item is read, not when it is inspected.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._seen: deque[Any] = deque()
+        self._error: Exception | None = None  # raised after the items in _seen
+
+    def __iter__(self) -> ReadAhead:
+        return self
+
+    def __next__(self) -> Any:
+        if self._seen:
+            return self._seen.popleft()
+        if self._error is not None:
+            raise self._error
+        return next(self._iterator)
+
+    def first(self, num: int) -> list[Any] | None:
+        """Return the next items without consuming them; None if there are fewer."""
+        while len(self._seen) < num and self._error is None:
+            try:
+                self._seen.append(next(self._iterator))
+            except Exception as error:  # noqa: BLE001
+                self._error = error
+        return list(islice(self._seen, num)) if len(self._seen) >= num else None
+
+
+def look_ahead(iterators: Sequence[Any], num_microbatches: int) -> Microbatches | None:
+    """Return the next microbatches of each chunk's iterator without consuming them.
+
+    Readers still get them, and Megatron can replay them if it runs a step a second time: its
+    `RerunDataIterator` stores the items that it returns, and a `ReadAhead` goes below it.
+
+    Returns:
+        None if an iterator is not Megatron's, or has fewer microbatches.
+    """
+    kind = import_megatron("megatron.core.rerun_state_machine").RerunDataIterator
+    read: list[deque[dict[str, Any]] | None] = []
+    for iterator in iterators:
+        if iterator is None:
+            read.append(None)
+            continue
+        if type(iterator) is not kind:
+            return None
+        if not isinstance(iterator.iterable, ReadAhead):
+            iterator.iterable = ReadAhead(iterator.iterable)
+        batches = iterator.iterable.first(num_microbatches)
+        if batches is None:
+            return None
+        read.append(deque(batches))
+    return read
 
 
 class PackedSteps(ABC):

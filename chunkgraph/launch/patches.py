@@ -10,11 +10,11 @@ does not wait. TensorBoard and W&B get numbers a step later.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import inspect
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
 _DATASETS = "megatron.core.datasets.utils"
-_HELPERS = "megatron.core.datasets.helpers_cpp"
 _HOOKS = "chunkgraph_hooks"
 _WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
+_PATIENCE_S = 2.0
+"""Time for the device to compute the last numbers of a run that failed."""
 
 
 def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Callable[[], None]:
@@ -74,14 +75,14 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
         parse = parser.parse_known_args
 
         def parse_known_args(*args: Any, **kwargs: Any) -> Any:
-            namespace, rest = parse(*args, **kwargs)
+            namespace, hooks.unknown = parse(*args, **kwargs)
             hooks.parsed(namespace)
-            return namespace, rest
+            return namespace, hooks.unknown
 
         def parse_args(*args: Any, **kwargs: Any) -> Any:
-            namespace, rest = parse(*args, **kwargs)
-            if rest:  # before the hook, which may end the script
-                parser.error(f"unrecognized arguments: {' '.join(rest)}")
+            namespace, hooks.unknown = parse(*args, **kwargs)
+            if hooks.unknown:  # before the hook, which may end the script
+                parser.error(f"unrecognized arguments: {' '.join(hooks.unknown)}")
             hooks.parsed(namespace)
             return namespace
 
@@ -139,7 +140,7 @@ def patch_pretrain(hooks: ChunkGraphsInPretrain, *, on_cpu: bool = False) -> Cal
         undo.callback(patch_attributes(training, {"_seqlen_stats_in_iteration": sums}))
     datasets = import_megatron(_DATASETS)
     if not (Path(str(datasets.__file__)).parent / "Makefile").exists():
-        undo.callback(patch_attributes(datasets, {"compile_helpers": _helpers_are_built}))
+        undo.callback(patch_attributes(datasets, {"compile_helpers": lambda: None}))
     return undo.close
 
 
@@ -185,6 +186,12 @@ class LateNumbers:
     def delayed(self, tensorboard: Any, wandb: Any) -> Iterator[None]:
         """Let these writers, or None, write at the next `write`, or at the end."""
 
+        def write_last(kind: type[BaseException] | None, *_: Any) -> None:
+            # After an error the device may never be done, and the process ends without more.
+            self.write(None if kind in (None, SystemExit) else _PATIENCE_S)
+            if tensorboard is not None:
+                tensorboard.flush()
+
         def finish(*args: Any, **kwargs: Any) -> Any:
             self.write()
             return end(*args, **kwargs)
@@ -196,21 +203,33 @@ class LateNumbers:
             if wandb is not None:
                 later, end = partial(self._add, wandb.log), wandb.finish
                 undo.callback(patch_attributes(wandb, {"log": later, "finish": finish}))
-            # Not after an error: the device may never be done.
-            undo.push(lambda kind, *_: self.write() if kind in (None, SystemExit) else None)
+            undo.push(write_last)
             yield
 
-    def write(self) -> None:
-        """Write the numbers so far."""
+    def write(self, patience_s: float | None = None) -> None:
+        """Write the numbers so far, those that the device computes within this time in seconds."""
         calls, self._calls = self._calls, []
+        end = None if patience_s is None else time.monotonic() + patience_s
         for event, call in calls:
-            event.synchronize()
+            if end is None:
+                event.synchronize()
+            elif not _is_done(event, end):
+                return
             call()
 
     def _add(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         call = partial(function, *map(_sent, args), **_sent(kwargs))
         self._calls.append((event := torch.cuda.Event(), call))
         event.record()
+
+
+def _is_done(event: torch.cuda.Event, end: float) -> bool:
+    """Return whether the device reaches an event before this time of the monotonic clock."""
+    with suppress(RuntimeError):  # the device has failed
+        while not event.query() and time.monotonic() < end:
+            time.sleep(0.01)
+        return event.query()
+    return False
 
 
 def _sent(value: Any) -> Any:
@@ -292,12 +311,3 @@ def _import_training() -> tuple[Any, Any]:
             "every checkout of Megatron-LM, which must contain the script or be on PYTHONPATH. "
             "Install the packages that it misses; megatron-core declares few of them."
         ) from error
-
-
-def _helpers_are_built() -> None:
-    """Replace ``compile_helpers``, which runs ``make`` and exits if that fails."""
-    if importlib.util.find_spec(_HELPERS) is None:
-        raise MissingDependencyError(
-            f"This installation of megatron-core has neither {_HELPERS} nor the Makefile to build "
-            "it. Install megatron-core from a wheel with binaries, or from a checkout."
-        )

@@ -25,7 +25,7 @@ from chunkgraph.engine.split import WeightBackwards
 from chunkgraph.errors import ChunkGraphError, ConfigError, ReplayMismatchError
 from chunkgraph.pipelining.data_parallel import refuse_too_few_steps
 from chunkgraph.pipelining.slots import ScheduleSlots, actions_of, slots_of
-from chunkgraph.pipelining.stage import StageReplays, graphed
+from chunkgraph.pipelining.stage import ReceiveMemory, StageReplays, graphed
 from chunkgraph.schedules import Schedule
 from chunkgraph.slots import RankSchedule
 
@@ -57,6 +57,7 @@ class GraphedSchedule:
     Attributes:
         graphs: The rank's chunk graphs.
         slots: The slots of the pipeline.
+        receive_memory: Memory of the receives in replayed steps.
         sleep: See `ChunkGraphs.sleep`.
         wake: See `ChunkGraphs.wake`.
 
@@ -82,6 +83,7 @@ class GraphedSchedule:
         self._make = make
         self._is_training: bool | None = None
         self._kept: dict[int, Any] = {}  # schedules by count
+        self.receive_memory = ReceiveMemory()
         self._agree = _agree_in(getattr(given[0], "group", None) if given else None)
         options, rank = options or CaptureOptions(), dist.get_rank()
         with refused_together(self._agree, rank):
@@ -90,7 +92,8 @@ class GraphedSchedule:
             self._fitting = set(self._counts)
             self.slots = reduce(or_, map(self._plan, self._counts), ScheduleSlots())
             self._replays = [
-                StageReplays(stage, is_split=self.slots.is_split) for stage in self._stages
+                StageReplays(stage, self.receive_memory, is_split=self.slots.is_split)
+                for stage in self._stages
             ]
             self.graphs = self._new_graphs(options, settings)
         self.sleep, self.wake = self.graphs.sleep, self.graphs.wake

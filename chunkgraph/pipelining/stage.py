@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
 from chunkgraph.engine import Chunk, ChunkGraphs, StepMode
+from chunkgraph.engine.gradients import NUM_SOLE, use_count
 from chunkgraph.engine.split import SPLIT, WeightBackwards
 from chunkgraph.errors import ConfigError
 from chunkgraph.pipelining.data_parallel import (
@@ -49,13 +50,13 @@ class GraphedStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Return the receives of a microbatch's inputs."""
-        _allocate(self.args_recv_info[fwd_chunk_id], self.device)
+        _allocate(self.args_recv_info[fwd_chunk_id], self._new_buffer)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         """Return the receives of a microbatch's output gradients."""
         if self.has_backward:
-            _allocate(self.grad_recv_info[bwd_chunk_id], self.device)
+            _allocate(self.grad_recv_info[bwd_chunk_id], self._new_buffer)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def set_local_bwd_input(
@@ -63,7 +64,7 @@ class GraphedStage(PipelineStage):
     ) -> None:
         """Take a microbatch's output gradients from the next stage, which is on this rank."""
         if any(grad is None for grad in next_stage_bwd_outputs):
-            _allocate(self.grad_recv_info[mb_index], self.device)  # torch sets them to zero
+            _allocate(self.grad_recv_info[mb_index], self._new_buffer)  # torch sets them to zero
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -85,6 +86,11 @@ class GraphedStage(PipelineStage):
         result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         _free(self.grad_recv_info.get(bwd_chunk_id, ()))
         return result
+
+    def _new_buffer(self, unused: torch.Tensor) -> torch.Tensor:
+        if self.replays is None:
+            return _empty_on(self.device, unused)
+        return self.replays.new_buffer(unused)
 
     def free_buffers(self) -> None:
         """Drop all buffers: torch allocates those of a new schedule before its first step."""
@@ -154,11 +160,47 @@ def graphed(stage: object) -> GraphedStage:
     return stage
 
 
+class ReceiveMemory:
+    """Memory of a rank's receive buffers, used again as soon as no other tensor is on it.
+
+    NCCL records its stream on every buffer. The CUDA allocator therefore reuses a freed buffer only
+    after the device has passed all transfers posted until then, and the host may be a step ahead.
+    A receive need not wait for the device: its stream waits for the one that it is posted on, which
+    has waited for the last receive into the buffer, and runs everything that reads it.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: list[torch.Tensor] = []
+
+    def empty_like(self, unused: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return an uninitialized tensor like ``unused``, on a buffer that no other tensor uses."""
+        layout = unused.shape, unused.stride(), unused.dtype
+        fitting = (b for b in self.buffers if (b.shape, b.stride(), b.dtype) == layout)
+        buffer = next(filter(_is_unused, fitting), None)
+        if buffer is None:
+            buffer = torch.empty_like(unused, device=device)
+            self.buffers.append(buffer)
+        return buffer.detach().requires_grad_(unused.requires_grad)
+
+    def leave_used(self) -> None:
+        """Leave buffers that are still referenced to who refers to them."""
+        self.buffers = list(filter(_is_unused, self.buffers))
+
+    def clear(self) -> None:
+        """Leave all buffers to their users, if any."""
+        self.buffers.clear()
+
+
+def _is_unused(buffer: torch.Tensor) -> bool:
+    return use_count(buffer.untyped_storage()._cdata) == NUM_SOLE
+
+
 class StageReplays:
     """Turn the calls of one stage into those of a chunk.
 
     Args:
         stage: The rank's stage.
+        memory: Memory of the rank's receives in replayed steps.
         is_split: Whether the schedule splits backwards.
 
     Attributes:
@@ -167,8 +209,9 @@ class StageReplays:
         is_plain: Whether the chunk is the module alone.
     """
 
-    def __init__(self, stage: GraphedStage, *, is_split: bool) -> None:
+    def __init__(self, stage: GraphedStage, memory: ReceiveMemory, *, is_split: bool) -> None:
         self._stage = stage
+        self._memory = memory
         wrapper = stage.submod
         self.is_wrapped = isinstance(wrapper, DistributedDataParallel)
         self._sharded = wrapper if isinstance(wrapper, FSDPModule) else None
@@ -228,15 +271,31 @@ class StageReplays:
         self._stage.clear_runtime_states()
         if self._sharded is not None:
             gather(self._sharded)
-        yield
+        try:
+            yield
+        except BaseException:
+            self._memory.clear()  # receives may not have ended
+            raise
         if self._sharded is not None:
             reshard(self._sharded)
         self._stage.free_buffers()
+        self._memory.leave_used()
 
     def hold_parameters(self) -> None:
         """Point the module at the captured parameters, where torch has replaced them meanwhile."""
         if self._sharded is not None and self.is_replayed:
             hold_gathered(self._sharded)
+
+    def new_buffer(self, unused: torch.Tensor) -> torch.Tensor:
+        """Return memory for a receive, in a replayed step that of an earlier receive.
+
+        In a replay only copies into slots read a buffer, on the stream of the receives. An eager
+        step keeps buffers for its backwards, and user code may read them on other streams.
+        """
+        if self.is_replayed:
+            return self._memory.empty_like(unused, self._stage.device)
+        self._memory.clear()
+        return _empty_on(self._stage.device, unused)
 
     def landed(self, index: int, received: torch.Tensor) -> torch.Tensor:
         """Copy a received input to where the next forward reads it.
@@ -270,12 +329,12 @@ class StageReplays:
         return self._module(*args, **kwargs)
 
 
-def _allocate(infos: Iterable[Any], device: torch.device) -> None:
+def _allocate(infos: Iterable[Any], new: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Allocate the buffers that are not in use."""
     for info in infos:
         buffer = getattr(info, "buffer", None)  # the first stage's inputs have none
         if buffer is not None and buffer.is_meta:
-            info.buffer = _empty_on(device, buffer)
+            info.buffer = new(buffer)
 
 
 def _free(infos: Iterable[Any]) -> None:

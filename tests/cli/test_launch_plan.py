@@ -186,12 +186,13 @@ dist.init_process_group("nccl")
 
 @pytest.mark.megatron
 @NEEDS_TRAINING
-@pytest.mark.parametrize("script", [TWICE, IGNORES])
+@pytest.mark.parametrize(("script", "of_unknown"), [(TWICE, 2), (IGNORES, 0)])
 def test_unknown_flags_are_refused_and_own_ones_known_in_a_script_that_ignores_some(
-    plan: Callable[..., tuple[int, str]], tmp_path: Path, script: str
+    plan: Callable[..., tuple[int, str]], tmp_path: Path, script: str, of_unknown: int
 ) -> None:
     path = tmp_path / "pretrain.py"
     path.write_text(script)
+    assert plan(str(path), *SMALL, "--no-such-flag")[0] == of_unknown
     code, out = plan(str(path), *SMALL, "--my-data", "3")
     assert code == 0, out
     assert "all flags are compatible" in out
@@ -230,27 +231,15 @@ def test_refusals_are_those_of_the_run(plan: Callable[..., tuple[int, str]]) -> 
     assert "Traceback" not in out
 
 
-FAILS = """
-class Unprintable(Exception):
-    def __str__(self):
-        raise ValueError
-
-raise Unprintable
-"""
-
-
 @pytest.mark.megatron
 @NEEDS_TRAINING
-@pytest.mark.parametrize(
-    ("script", "why"),
-    [(FAILS, "Unprintable: <exception str() failed>"), ("raise SystemExit(0)", "SystemExit: 0")],
-)
 def test_a_script_that_ends_before_its_plan_is_one_line(
-    plan: Callable[..., tuple[int, str]], tmp_path: Path, script: str, why: str
+    plan: Callable[..., tuple[int, str]], tmp_path: Path
 ) -> None:
     path = tmp_path / "pretrain.py"
-    path.write_text(script)
+    path.write_text("raise SystemExit(0)")
     code, out = plan(str(path))
     assert code == 2
-    assert f"error: pretrain.py ended before its plan: {why}. Run it without --plan" in out
+    why = "SystemExit: 0. Run it without --plan"
+    assert f"error: pretrain.py ended before its plan: {why}" in out
     assert "Traceback" not in out

@@ -153,10 +153,4 @@ def test_plot(numbers, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "choice.svg"
     assert run(capsys, numbers, "--max-packed-tokens", 128, "--plot", picture)[0] == 0
-    text = picture.read_text()
-    assert "recommended: N = 32" in text
-    # The legend is below the axes and their label.
-    places = dict(re.findall(r"<!-- ([^>]+) -->\s*<g [^>]*translate\([\d.]+ ([\d.]+)\)", text))
-    label = places["sequences N of a microbatch, including the dummy"]
-    for name in ("T = 128", "target: 1%"):
-        assert float(places[name]) > float(label)
+    assert "recommended: N = 32" in picture.read_text()

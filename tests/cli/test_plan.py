@@ -3,7 +3,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -284,18 +283,6 @@ def test_options_without_effect_on_a_comparison_are_refused(run):
         run("--pp", 4, "--compare", "--schedule", "zb-h1")
 
 
-def test_no_name_of_a_file_is_markup_in_a_page(run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    name = "{{data}}<script><img src=x>.csv"
-    csv_of(tmp_path, "1f1b", num_ranks=2, num_microbatches=2).rename(name)
-    run("--schedule", name, "--html", "plan.html")
-    text = Path("plan.html").read_text()
-    assert page_data(text)["schedules"][0]["name"] == name
-    (head, rest) = text.split('type="application/json">')
-    assert "<img" not in head
-    assert "<" not in rest[: rest.index("</script>")]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -309,8 +296,6 @@ def test_no_name_of_a_file_is_markup_in_a_page(run, tmp_path, monkeypatch):
         (("--schedule", "none.csv"), "none.csv: cannot read the schedule: No such file or dir"),
         (("--schedule", "bytes.csv"), "schedule 'bytes.csv', row 1, cell 1: '\ufffd' is not"),
         (("--schedule", "deadlock.csv"), "schedule 'deadlock.csv', rank 1, position 0: deadlock"),
-        (("--schedule", "large.csv"), "large.csv: cannot read the schedule: it is larger than 52"),
-        (("--schedule", "pipe.csv"), "pipe.csv: cannot read the schedule: it is not a regular"),
     ],
 )
 @pytest.mark.usefixtures("config")
@@ -319,8 +304,6 @@ def test_a_file_that_cannot_be_planned_is_named(tmp_path, monkeypatch, capsys, a
     csv_of(tmp_path, "1f1b", num_ranks=2, num_microbatches=4)
     Path("deadlock.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
     Path("bytes.csv").write_bytes(b"\xff")
-    Path("large.csv").write_text("0F0," * 2**22)
-    os.mkfifo("pipe.csv")
     assert main(["plan", *arguments]) == 2
     assert message in capsys.readouterr().err
 

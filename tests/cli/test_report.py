@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,20 +40,6 @@ def test_results_are_printed_though_their_file_cannot_be_written(
     assert "parameters after the run: equal" in table
     assert json.loads("{" + content)["num_graphs"] == 6
     assert link.is_symlink()
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_of_standard_output_does_not_lose_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
-    monkeypatch.setattr(sys, "stdout", full)
-    with pytest.raises(OSError, match="No space left on device"):
-        report(load_config(CONFIG), RESULTS, tmp_path / "results.json")
-    monkeypatch.undo()
-    with suppress(OSError):
-        full.close()
-    assert json.loads((tmp_path / "results.json").read_text())["num_graphs"] == 6
 
 
 STEP = StepResult(

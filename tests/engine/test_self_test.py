@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import library, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from toys import Apply
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, Host
@@ -53,6 +54,27 @@ def three_layers() -> Any:
     return Apply(lambda m, x: m.layers(x), layers=layers)
 
 
+class _Keeping(torch.autograd.Function):
+    """Keep a tensor; the backward reports whether all that later layers kept has been freed."""
+
+    kept: ClassVar[list[StorageWeakRef]] = []
+    freed: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        tensor = x.sigmoid()
+        ctx.save_for_backward(tensor)
+        ctx.number = len(_Keeping.kept)
+        _Keeping.kept.append(StorageWeakRef(tensor.untyped_storage()))
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        later = _Keeping.kept[ctx.number + 1 :]
+        _Keeping.freed.append(all(storage.expired() for storage in later))
+        return grad * 2.0
+
+
 def counting() -> Callable[[], float]:
     """Return a function whose result changes with every call."""
     numbers = iter(range(1, 10_000))
@@ -66,6 +88,17 @@ def steps(module: nn.Module, num_slots: int = 2, num: int = 3, **options: Any) -
             x = torch.randn(2, WIDTH, requires_grad=True)
             graphs.callables[0](x).sum().backward()
     return graphs
+
+
+def test_what_a_pass_keeps_is_freed_as_its_backward_goes() -> None:
+    """Else the capture takes more memory than an eager step."""
+    module = Apply(lambda _, x: _Keeping.apply(_Keeping.apply(x)), layer=nn.Linear(1, 1))
+    _Keeping.kept.clear()
+    _Keeping.freed.clear()
+    graphs = ChunkGraphs([module], [1], backend=RecorderBackend())
+    graphs.capture([(torch.ones(4, requires_grad=True),)])
+    assert len(_Keeping.freed) >= 2
+    assert all(_Keeping.freed[:2])
 
 
 def test_a_number_that_the_forward_reads_and_that_changes_names_its_layer() -> None:

@@ -137,6 +137,36 @@ def test_training_is_as_without(
     assert graphed.graphs[0].counters.replays == 2 * 12
 
 
+def test_a_receive_that_ends_during_an_eager_pass_is_kept(backend: GraphBackend) -> None:
+    """A module may hold the memory of an earlier input, as Megatron's blocks do."""
+    arriving: list[Callable[[], object]] = []
+
+    def arrive(grad: torch.Tensor) -> torch.Tensor:
+        while arriving:
+            arriving.pop()()
+        return grad.clone()
+
+    chunk = Apply(
+        lambda m, x: copy_with_gradient(arrive)(m.linear(x)),
+        linear=nn.Linear(WIDTH, WIDTH),
+        received=None,
+    )
+    graphs = capture(chunk, new_input(backend), backend=backend, num_slots=2, verify="shadow")
+    call, sent = graphs.callables[0], new_input(backend)
+    with graphs.step(3):
+        chunk.received = graphs.reserve_input(0)
+        first, second = call(chunk.received), call(new_input(backend))
+        first.sum().backward()
+        memory = graphs.reserve_input(0)
+        assert memory.data_ptr() == chunk.received.data_ptr()
+        arriving.append(lambda: memory.detach().copy_(sent))
+        second.sum().backward()
+        third = call(memory)
+        assert torch.equal(third, chunk(sent))
+        third.sum().backward()
+    assert not arriving
+
+
 def test_a_number_of_python_that_changes_after_the_capture(
     stack: Stack, attach: Callable[..., ChunkGraphs], backend: GraphBackend
 ) -> None:

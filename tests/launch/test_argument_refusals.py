@@ -48,20 +48,8 @@ def refusal(arguments: str, *, on_cpu: bool = True) -> str:
         ),
         (f"{WHOLE}--defer-embedding-wgrad-compute", "chunk with --defer-embedding-wgrad-compute: "),
         (
-            f"{WHOLE}--mtp-num-layers 1 --sft --cuda-graph-max-packed-seqs 4 --seq-length 64",
-            "chunk with --mtp-num-layers and packed sequences: ",
-        ),
-        (
-            "--hybrid-layer-pattern MD --fp8-format hybrid",
-            "--fp8-format hybrid with --hybrid-layer-pattern MD: ",
-        ),
-        (
             f"{NO_DROPOUT}{GROUPED}--fp8-format hybrid",
             "this recipe; use --fp8-recipe tensorwise or --fp8-recipe blockwise, or use --moe-",
-        ),
-        (
-            f"{NO_DROPOUT}--num-experts 8 --bf16 --fp8-format hybrid --fp8-recipe blockwise",
-            "only grouped experts are quantized with counts from the device; use --moe-grouped-g",
         ),
     ],
 )

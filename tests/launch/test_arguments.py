@@ -5,22 +5,21 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
-import sys
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 from launch_arguments import arguments
 
-from chunkgraph.errors import ConfigError, PackingError
+from chunkgraph.errors import ConfigError
 from chunkgraph.launch import hooks
-from chunkgraph.launch.arguments import packing_options, settle_arguments
+from chunkgraph.launch.arguments import settle_arguments
 from chunkgraph.launch.flags import GraphFlags, add_flags, read_flags
 from chunkgraph.megatron.cpu.pretrain import cpu_flags
-from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.features.packing.script import packing_options
 from chunkgraph.packing import ContextLimits, PackedShape
 from chunkgraph.schedules import build_schedule
 
@@ -74,6 +73,7 @@ CHANGING = {**PACKED, "cuda_graph_cp_sizes": [2, 1], "calculate_per_token_loss":
         ({"cuda_graph_stash": "true"}, "--cuda-graph-stash without --num-experts"),
         ({"sft": True}, "--sft: packed sequences change their offsets"),
         ({"cuda_graph_max_packed_seqs": 9}, "--cuda-graph-max-packed-seqs 9: without --sft"),
+        ({"cuda_graph_max_packed_tokens": 9}, "-packed-tokens 9 with --cuda-graph-max-packed-seq"),
         ({"yaml_cfg": "x.yaml"}, "--yaml-cfg: "),
         ({"kitchen_recipe_number": 0}, "--kitchen-recipe-number: whether a layer renews its"),
         (
@@ -134,22 +134,6 @@ def _parsed(*arguments: str) -> Any:
     return read_flags(parser.parse_args(["--cuda-graph-granularity", "chunk", *arguments]))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "packing"),
-    [
-        ([], (0, None, ())),
-        (
-            ["--cuda-graph-max-packed-seqs", "--cuda-graph-packed-buckets", "0.25", "512"],
-            (50, None, (0.25, 512)),
-        ),
-    ],
-)
-def test_flags_of_packed_sequences(arguments: list[str], packing: tuple[Any, ...]) -> None:
-    flags = _parsed(*arguments)
-    found = flags.packing
-    assert (found.max_packed_seqs, found.max_packed_tokens, found.buckets) == packing
-
-
 def packed_shape(flags: GraphFlags, args: argparse.Namespace) -> PackedShape | None:
     options = packing_options(flags.packing, args)
     return None if options is None else options.shape
@@ -175,25 +159,8 @@ def test_the_shape_of_packed_sequences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"context_parallel_size": 2, "seq_length": 18}, "18, not a multiple of 4"),
-        ({"cuda_graph_packed_buckets": [99.0]}, "A bucket of 99.0: "),
-        ({"cuda_graph_max_packed_seqs": 1}, "max_packed_seqs is 1"),
-    ],
-)
-def test_impossible_shapes_are_errors_before_the_model_is_built(
-    changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(PackingError, match=message):
-        settle_arguments(arguments(**{**PACKED, **changes}), on_cpu=True)
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--cuda-graph-max-packed-tokens", "9"], "no effect without --cuda-graph-max-packed-seqs"),
-        (["--cuda-graph-cp-sizes", "2"], "sizes 2 has no effect without .*max-packed-seqs"),
         (["--cuda-graph-max-packed-seqs", "-1"], "packed-seqs is -1; it must be greater"),
         (
             ["--cuda-graph-max-packed-seqs", "--cuda-graph-packed-buckets", "0.5", "0"],
@@ -248,30 +215,6 @@ def test_context_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not limits.counts_padding
     args.group_query_attention, args.num_query_groups, args.num_attention_heads = True, 2, 4
     assert limits_of(flags, args).counts_padding
-
-
-def test_few_functions_read_the_number_of_packed_sequences() -> None:
-    """From the command line to the banks of the engine, under one name; rules only check it."""
-    name, readers = "max_packed_seqs", set[str]()
-
-    def called(frame: FrameType, event: str, _: object) -> None:
-        code = frame.f_code
-        reads = event == "call" and name in (*code.co_names, *code.co_varnames, *code.co_consts)
-        if reads and "/chunkgraph/" in code.co_filename and "/rules/" not in code.co_filename:
-            readers.add(f"{code.co_filename}:{code.co_firstlineno}")
-
-    args = arguments(**PACKED)
-    sys.setprofile(called)
-    try:
-        flags = settle_arguments(args, on_cpu=True)
-        assert flags is not None
-        options = packing_options(flags.packing, args)
-        assert options is not None
-        banks = PackedBanks.of_model(options, args)
-    finally:
-        sys.setprofile(None)
-    assert banks.largest_shape.max_packed_seqs == PACKED[f"cuda_graph_{name}"]
-    assert 0 < len(readers) <= 8, sorted(readers)
 
 
 def test_graph_safe_random_numbers_are_chosen_for_the_user(monkeypatch: Any) -> None:

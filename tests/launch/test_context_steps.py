@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.launch.documents import ROWS as ROWS_OF_SAMPLE
 from chunkgraph.launch.packed_steps import SpreadDocuments
 from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.megatron.features.contexts import ContextGroups
 from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.features.packing.documents import ROWS as ROWS_OF_SAMPLE
 from chunkgraph.packing import ContextLimits
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]

@@ -5,7 +5,6 @@ With and without graphs, on the same offsets: kernels may depend on the longest 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import math
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from gpu_training import check_replays, train_on_gpus
+from mamba_needs import missing_kernels
 
 SUPPORT = Path(__file__).parents[1] / "support"
 ROOT = SUPPORT.parents[1]
@@ -52,12 +52,12 @@ CASES = {
         *("--cuda-graph-max-packed-tokens", str(ROWS // 2)),
     ],
 }
-HYBRID = [
+CASES["cp-sizes-mla"] = [*CASES["cp-sizes"], *LATENT]
+CASES["cp-sizes-experts"] = [*CASES["cp-sizes"], *EXPERTS]
+CASES["hybrid"] = [
     *("--hybrid-layer-pattern", "M-|*M", "--pipeline-model-parallel-size", "2"),
     *("--mamba-state-dim", "64", "--mamba-head-dim", "64", "--mamba-num-groups", "4"),
 ]
-CASES["cp-sizes-mla"] = [*CASES["cp-sizes"], *LATENT]
-CASES["cp-sizes-experts"] = [*CASES["cp-sizes"], *EXPERTS]
 
 
 def _conversations(path: Path) -> None:
@@ -87,29 +87,22 @@ def _train(
 @pytest.mark.multigpu
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("case", CASES)
-def test_graphs_equal_eager_steps(case: str, tmp_path: Path) -> None:
-    _check(tmp_path, CASES[case])
-
-
-@pytest.mark.megatron
-@pytest.mark.multigpu
-@pytest.mark.timeout(360)
-def test_hybrid_graphs_equal_eager_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SUPPORT))
-    if missing := importlib.import_module("mamba_needs").missing_kernels():
-        pytest.skip(missing)
-    monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
-    _check(tmp_path, HYBRID, script=SUPPORT / "pretrain_hybrid.py")
-
-
-def _check(folder: Path, case: list[str], **script: Path) -> None:
+def test_graphs_equal_eager_steps(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = {}
+    if case == "hybrid":
+        if missing := missing_kernels():
+            pytest.skip(missing)
+        monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
+        script["script"] = SUPPORT / "pretrain_hybrid.py"
     for needed in ("transformer_engine", "megatron.training"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed")
-    _conversations(folder / "conversations.jsonl")
-    flags = [*case, *CHUNK]
-    eager, _ = _train(folder, "eager", [*flags, "--cuda-graph-warmup-steps", "99"], **script)
-    graphs, output = _train(folder, "graphs", [*flags, "--cuda-graph-warmup-steps", "1"], **script)
+    _conversations(tmp_path / "conversations.jsonl")
+    flags = [*CASES[case], *CHUNK, "--cuda-graph-warmup-steps"]
+    eager, _ = _train(tmp_path, "eager", [*flags, "99"], **script)
+    graphs, output = _train(tmp_path, "graphs", [*flags, "1"], **script)
     assert len(eager) == 8
     assert graphs == eager
     numbers = [float.fromhex(n) for line in graphs for n in re.findall(r"0x\S+p[+-]\d+", line)]

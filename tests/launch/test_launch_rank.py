@@ -39,7 +39,6 @@ def _parsed(flags: Sequence[str]) -> dict[str, object]:
 
 
 def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
-    from chunkgraph.errors import ConfigError
     from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
 
     with cpu_pretrain_host():
@@ -70,13 +69,6 @@ def test_layer_changes_nothing_and_chunk_turns_off_megatrons_graphs() -> None:
             assert hooks.flags is not None
             assert hooks.flags.capture.num_warmup_steps == 1  # as in a configuration
             assert type(chunk["cuda_graph_warmup_steps"]) is int
-
-            with pytest.raises(ConfigError, match="no effect with --cuda-graph-granularity layer"):
-                _parsed([*own, "--cuda-graph-verify", "poison"])
-            with pytest.raises(ConfigError, match="--cuda-graph-impl full_iteration"):
-                _parsed(
-                    ["--cuda-graph-granularity", "chunk", "--cuda-graph-impl", "full_iteration"]
-                )
         finally:
             hooks.disable()
         assert {name: getattr(training, name) for name in names} == originals
@@ -108,7 +100,7 @@ def test_a_script_that_has_no_use_for_the_flags_is_reported(
     parses = "from megatron.training import arguments\narguments.parse_args()\n"
     for text, arguments, message in (
         ("pass\n", [], ""),
-        ("pass\n", chunk, "own.py never parsed Megatron's arguments"),
+        ("pass\n", chunk, "own.py trained nothing with Megatron's pretrain()"),
         (parses, FLAGS, ""),
         (parses, [*FLAGS, *chunk], "own.py trained nothing with Megatron's pretrain()"),
     ):
@@ -121,6 +113,25 @@ def test_a_script_that_has_no_use_for_the_flags_is_reported(
         error = capsys.readouterr().err
         assert ("WARNING: chunk graphs: " in error) == bool(message)
         assert message in error
+
+
+def test_a_flag_that_the_script_defines_too_is_named(tmp_path: Path, monkeypatch: Any) -> None:
+    from chunkgraph.errors import ConfigError
+    from chunkgraph.launch.__main__ import run_script
+    from chunkgraph.launch.flags import parse_options
+
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "own.py"
+    script.write_text(
+        "from megatron.training import arguments\n"
+        "def own(parser):\n"
+        "    parser.add_argument_group('own').add_argument('--pipeline-schedule')\n"
+        "    return parser\n"
+        "arguments.parse_args(own)\n"
+    )
+    with pytest.raises(ConfigError, match=r"own.py: argument --pipeline-schedule: .* rename the"):
+        run_script(parse_options(["--device", "cpu", str(script), *FLAGS], "launch"))
 
 
 def test_the_host_reads_nothing_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +160,7 @@ def test_numbers_are_written_later_as_they_were() -> None:
     from chunkgraph.megatron.cpu.pretrain import cpu_pretrain_host
 
     written: list[Any] = []
-    tensorboard = SimpleNamespace(add_scalar=lambda *args: written.append(args))
+    tensorboard = SimpleNamespace(add_scalar=lambda *args: written.append(args), flush=lambda: None)
     wandb = SimpleNamespace(
         log=lambda values, step: written.append((values, step)),
         finish=lambda: written.append("finished"),
@@ -171,9 +182,29 @@ def test_numbers_are_written_later_as_they_were() -> None:
         assert written[4:] == [("loss", 4.0, 3)]
         tensorboard.add_scalar("loss", 5.0, 4)
         assert written[5:] == [("loss", 5.0, 4)]
-        for error, is_written in ((SystemExit, True), (RuntimeError, False)):
+        for error in (SystemExit, RuntimeError):
             written.clear()
             with contextlib.suppress(error), numbers.delayed(tensorboard, None):
                 tensorboard.add_scalar("loss", 6.0, 5)
                 raise error
-            assert written == [("loss", 6.0, 5)][:is_written]
+            assert written == [("loss", 6.0, 5)]
+
+
+def test_a_device_that_never_finishes_keeps_no_run_from_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After an error, numbers that the device has computed are written, and no others."""
+    from chunkgraph.launch import patches
+
+    written: list[Any] = []
+    tensorboard = SimpleNamespace(add_scalar=lambda *args: written.append(args), flush=lambda: None)
+    is_done = [True, False, True]
+    events = [SimpleNamespace(record=lambda: None, query=lambda i=i: i) for i in is_done]
+    monkeypatch.setattr(torch.cuda, "Event", lambda: events.pop(0))
+    monkeypatch.setattr(patches, "_PATIENCE_S", 0.05)
+    numbers = patches.LateNumbers()
+    with contextlib.suppress(RuntimeError), numbers.delayed(tensorboard, None):
+        for iteration in (1, 2, 3):
+            tensorboard.add_scalar("loss", 6.0, iteration)
+        raise RuntimeError
+    assert written == [("loss", 6.0, 1)]

@@ -92,23 +92,13 @@ _REFUSED = (
         f"{_ALL_TO_ALL} {_EP2} {_OVERLAP} --mtp-num-layers 1",
         f"{_OVERLAP}: graphs train without it",
     ),
-    (_MIXTRAL, f"{_ALL_TO_ALL} --moe-expert-capacity-factor 1", "--moe-pad-expert-input-to-"),
-    (
-        _QWEN,
-        "--moe-token-dispatcher-type flex",
-        "--moe-flex-dispatcher-backend deepep: only HybridEP can dispatch in a graph",
-    ),
     (
         _QWEN,
         f"{_ALL_TO_ALL} --moe-paged-stash",
         "Python state, frozen in a replay; --cuda-graph-stash has the same purpose",
     ),
-    (
-        _QWEN,
-        f"{_ALL_TO_ALL} {_ROOM} --use-transformer-engine-op-fuser",
-        "fused operations hold their own parameters",
-    ),
 )
+"""`test_moe_drops` and `test_hybridep` have the rules of all experts."""
 
 
 def _parsed(recipe: str, more: str) -> argparse.Namespace:

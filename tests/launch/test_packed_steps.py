@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from chunkgraph.errors import ConfigError, PackingError
-from chunkgraph.launch.documents import ReadAhead, documents_of, look_ahead
-from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps
+from chunkgraph.launch.packed_steps import OwnDocuments, PackedSteps, ReadAhead, look_ahead
 from chunkgraph.megatron.core.access import import_megatron
+from chunkgraph.megatron.features.packing.documents import documents_of
 from chunkgraph.packing import PackedShape
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
@@ -181,29 +181,6 @@ def test_an_error_of_the_data_comes_up_where_they_are_read() -> None:
             next(iterator)
 
 
-def test_the_next_step_is_announced(step: Step, steps: list[PackedSteps], words: list[Any]) -> None:
-    batches = [batch(4, 12), batch(3, 5, 12), batch(12), batch(1, 12), batch(2, 12)]
-    iterator = of_megatron(batches)
-    step(None, iterators=iterator)
-    steps[0].announce_next(3)
-    assert words == [[(12,), (1, 11), (2, 10)]]
-    arguments = step(None, iterators=iterator, num_microbatches=3)
-    assert arguments["packings"] == words[0]
-    steps[0].announce_next(1)  # it has no data
-    assert len(words) == 1
-
-
-def test_what_is_announced_is_cut_as_the_step_cuts_it(
-    step: Step, steps: list[PackedSteps], words: list[Any]
-) -> None:
-    iterator = of_megatron([batch(4, 12), batch(12), batch(3, 12, num_counted=2), batch(5, 12)])
-    step(None, iterators=iterator, buckets=(0.5,))
-    steps[0].announce_next(2)
-    assert words == [[(3, 3), (5, 7)]]
-    arguments = step(None, iterators=iterator, buckets=(0.5,))
-    assert arguments["packings"] == words[0]
-
-
 @pytest.mark.parametrize("was_announced", [True, False])
 def test_an_announcement_of_another_step_is_taken_back(
     step: Step, steps: list[PackedSteps], words: list[Any], was_announced: bool
@@ -268,14 +245,6 @@ def test_empty_documents_and_several_samples(step: Step) -> None:
     assert documents_of(two, ROWS, "here").lengths == (4, 8, 6, 6)
     arguments = step([batch(4, 4, 12), batch(12)])
     assert arguments["packings"] == [(4, 8), (12,)]
-
-
-def test_evaluation_is_left_alone(step: Step, models: list[Model]) -> None:
-    iterator = iter([batch(4, 12), batch(12)])
-    arguments = step(None, iterators=iterator, forward_only=True)
-    assert arguments["data_iterator"] is iterator
-    assert "packings" not in arguments
-    assert models[0].seen[0][1].cu_seqlens_q.tolist() == [0, 4, 12]
 
 
 def test_rows_that_no_loss_needs_are_left_out(step: Step, models: list[Model]) -> None:

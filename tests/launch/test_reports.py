@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from chunkgraph.engine import CaptureReport
 from chunkgraph.engine.observer import Counters
 from chunkgraph.launch.flags import GraphFlags
-from chunkgraph.launch.hooks import StepMetrics, capture_line, start_line
+from chunkgraph.launch.hooks import StepMetrics, start_line
 from chunkgraph.megatron.model_part import ChosenScope
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
@@ -20,18 +18,6 @@ pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
 def _graphs(**changes: Any) -> Any:
     values = {"num_slots": (4, 2), "num_banks": 1, "scope": ChosenScope("chunk")}
     return SimpleNamespace(**{**values, **changes})
-
-
-def test_memsets_that_stay_are_reported() -> None:
-    numbers = {"num_graphs": 8, "slot_bytes": 1, "held_bytes": 1, "scratch_bytes": 1}
-    more = {"shared_slots": False, "static_bytes": 1, "duration_ms": 1.0, **numbers}
-    replaced = CaptureReport(num_slots=(4,), **more)  # type: ignore[arg-type]
-    assert "memsets" not in capture_line(replaced)
-    assert "experts" not in capture_line(replaced)
-    experts = "dispatch all-to-all, GEMM some, room for 1,536 rows"
-    assert capture_line(replaced, experts).endswith(f"; experts: {experts}")
-    kept = replace(replaced, memsets_kept="no bindings")
-    assert capture_line(kept).endswith("; memset nodes were kept: no bindings")
 
 
 def test_the_first_line_has_scope_slots_and_graphs() -> None:

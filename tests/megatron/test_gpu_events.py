@@ -62,7 +62,8 @@ class _Layer(nn.Module):
         return x + self.weight
 
 
-def test_a_replayed_forward_waits_for_parameters_that_arrive_late() -> None:
+def test_forwards_wait_for_parameters_that_arrive_late() -> None:
+    """A replay, and an eager pass of verify, which runs between `gather` and the replay."""
     module = nn.Sequential(_Layer(), _Layer(), _Layer()).cuda()
     ddp = _DDP(module, DDP_MODULE)
     gates = ParameterGates(ddp, module, list(module)[:2])
@@ -77,8 +78,11 @@ def test_a_replayed_forward_waits_for_parameters_that_arrive_late() -> None:
     for step in (1.0, 2.0, 3.0):
         ddp.begin_step(step)
         gates.gather()
+        with torch.no_grad(), gates.wait_in_capture():
+            eager = module(x)
         graph.replay()
         assert torch.equal(y, torch.full_like(y, 3 * step))
+        assert torch.equal(eager, y)
 
 
 def test_a_reduction_waits_for_a_gradient_that_the_graph_writes_late() -> None:

@@ -126,22 +126,6 @@ def test_a_replayed_chunk_runs_nothing_but_the_copies_of_its_inputs(
     assert "forward" not in model.__dict__
 
 
-def test_without_labels_the_logits_come_out(chunks: list[nn.Module]) -> None:
-    batch = _batch()
-    del batch["labels"]
-    graphs = attach(chunks, scope="chunk")
-    first, *others = _runs(graphs, lambda _: chunks[0](**batch))
-    assert first.shape == (BATCH, LENGTH, 264)
-    assert all(torch.equal(output, first) for output in others)
-    # Positional arguments and explicit defaults make the same call.
-    (output,) = _runs(
-        graphs,
-        lambda _: chunks[0](*batch.values(), labels=None, loss_mask=None),
-        num_steps=1,
-    )
-    assert torch.equal(output, first)
-
-
 @pytest.mark.usefixtures("modes_may_be_active")
 def test_a_middle_stage_reads_the_received_tensor_alone(middle_stage: Any) -> None:
     """A replay copies the mask, and a hidden state that was not received in place."""
@@ -203,29 +187,6 @@ def test_a_subclass_gets_every_argument(middle_stage: Any) -> None:
         middle_stage.eval()
         plain = parent.forward(middle_stage, **_batch())
     assert not torch.equal(plain, middle_stage(**_batch()))
-
-
-def test_a_caller_may_keep_losses(chunks: list[nn.Module]) -> None:
-    """A loss function may store its input, as in eager training."""
-    batches = [_batch(seed) for seed in (1, 2, 3)]
-    torch.manual_seed(5)
-    expected = [chunks[0](**batch).detach() for batch in batches]
-    graphs = attach(chunks, scope="chunk")
-
-    def schedule(**_: Any) -> list[torch.Tensor]:
-        torch.manual_seed(5)
-        kept = []
-        for batch in batches:
-            losses = chunks[0](**batch)
-            losses.sum().backward()
-            kept.append(losses.detach())
-        return kept
-
-    wrapped = graphs.wrap_forward_backward(schedule)
-    for _ in range(2):
-        kept = wrapped(num_microbatches=3)
-        assert all(torch.equal(a, b) for a, b in zip(kept, expected, strict=True))
-    assert graphs.counters.replays == 3
 
 
 def test_python_code_as_an_argument_is_refused(chunks: list[nn.Module]) -> None:

@@ -169,6 +169,7 @@ CASES = {
             options={"shared_slots": True, "verify": "poison"},
         ),
         Case("dual pipe v", "ScheduleDualPipeV", 2),
+        Case("dual pipe v repeated", "ScheduleDualPipeV", 2, counts=(4, 4, 4)),
         Case(
             "zero bubble shadow",
             "ScheduleZBVZeroBubble",
@@ -348,6 +349,7 @@ class Run:
     parameters: dict[str, torch.Tensor]
     graphs: GraphedSchedule | None
     stages: list[Any]
+    receive_memory: list[int]
 
 
 def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
@@ -392,6 +394,7 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
         return output, [loss.detach() for loss in losses]
 
     values: list[Any] = []
+    receive_memory: list[int] = []
     torch.manual_seed(100 + place.rank)
     for step, count in enumerate(case.counts):
         optimizer.zero_grad()
@@ -399,10 +402,12 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
         grads = {n: None if p.grad is None else local(p.grad).clone() for n, p in named.items()}
         values.append((*results, grads))
         step_optimizer()
-        if has_graphs and case.options.get("can_sleep"):
-            runner.sleep()
-            assert runner.is_asleep is (step > 0)
-            runner.wake()
+        if has_graphs:
+            receive_memory.append(len(runner.receive_memory.buffers))
+            if case.options.get("can_sleep"):
+                runner.sleep()
+                assert runner.is_asleep is (step > 0)
+                runner.wake()
         if step in (1, 3):
             modules.eval()
             with torch.no_grad():
@@ -412,7 +417,7 @@ def train(case: Case, place: Place, folder: Path, *, has_graphs: bool) -> Run:
                     values.append(evaluate_merged(modules))
             modules.train()
     parameters = {name: local(p.detach()).clone() for name, p in named.items()}
-    return Run(values, parameters, runner if has_graphs else None, stages)
+    return Run(values, parameters, runner if has_graphs else None, stages, receive_memory)
 
 
 def num_receive_buffers(stages: list[Any]) -> int:
@@ -479,6 +484,7 @@ def compare(case: Case, place: Place, folder: Path) -> dict[str, Any]:
         ),
         "inputs elsewhere": [getattr(s, "num_elsewhere", 0) for s in run.stages],
         "receive buffers": [num_receive_buffers(r.stages) for r in (eager, run)],
+        "receive memory": run.receive_memory,
         "num warmup": case.options.get("num_warmup_steps", 1),
         "num replays": len(indices) * sum(case.counts[case.options.get("num_warmup_steps", 1) :]),
         "num forwards alone": sum(case.counts[1:]) * len(alone),

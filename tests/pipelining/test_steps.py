@@ -90,6 +90,7 @@ def check(name: str, ranks: list[dict[str, Any]]) -> None:
         assert ours == 0, where
         is_alone = result["num forwards alone"] > 0  # it may receive nothing
         assert of_torch or TORCH_FREES_RECEIVES or is_alone, "torch frees them, too"
+        check_receive_memory(name, where, result)
         counters = result["counters"]
         assert counters.capture_sessions == 1, where
         assert counters.captures == result["pairs"], where
@@ -106,6 +107,17 @@ def check(name: str, ranks: list[dict[str, Any]]) -> None:
         assert counters.backward_replays == num_backwards, where
         splits = any(word in name for word in ("zero bubble", "dual pipe"))
         assert counters.weight_replays == splits * num_backwards, where
+
+
+def check_receive_memory(name: str, where: str, result: dict[str, Any]) -> None:
+    """Check reuse, which begins once torch has set up the stages for the step's count."""
+    num_buffers = result["receive memory"]
+    assert num_buffers[0] == 0, f"{where}: in an eager step"
+    if TORCH_FREES_RECEIVES:
+        assert not any(num_buffers), where
+        return
+    if name.startswith("dual pipe v repeated"):
+        assert num_buffers[1:] == [2, 2], f"{where}: for the 8 receives of a step"
 
 
 def same_training(case: list[dict[str, Any]], reference: list[dict[str, Any]]) -> bool:

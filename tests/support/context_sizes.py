@@ -85,6 +85,25 @@ def _first_documents(
     return documents
 
 
+def packing_of(
+    sizes: Sequence[int],
+    rows: int,
+    *,
+    schedule: str = "random",
+    captured: Sequence[int] = (),
+    seq_buckets: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Return the section ``packing`` of a case, with ``rows`` rows per rank."""
+    return {
+        "max_packed_seqs": 8,
+        "max_packed_tokens": rows,
+        "context_parallel_sizes": list(sizes),
+        "context_parallel_schedule": schedule,
+        "captured_context_parallel_sizes": list(captured),
+        "seq_buckets": list(seq_buckets),
+    }
+
+
 def check_sizes(name: str, result: dict[str, Any], case: dict[str, Any]) -> None:
     """Check that steps are eager only before the capture and for sizes without graphs."""
     packing, steps = case["config"]["packing"], result["steps"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from user_specs import (
     ContextCore,
@@ -81,28 +81,17 @@ def static_experts() -> Any:
     return _split_layer(_with_core(StaticContextCore, num_experts=4))
 
 
-class _WithOwnGroup(TopKRouter):
-    """Wrong on purpose: always counts tokens over its group from Megatron."""
+class _FaultyCore(ContextCore):
+    """Reads on the host on rank 1 after collectives of two ranks, which no graph can hold."""
 
-    @property
-    def tp_cp_group(self) -> Any:
-        """Return Megatron's group."""
-        return parallel_state.get_tensor_and_context_parallel_group()
-
-    @tp_cp_group.setter
-    def tp_cp_group(self, group: Any) -> None:
-        pass
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Attend; see `PackedCore`."""
+        mixed = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if packed_seq_params.cp_group is not None and dist.get_rank() == 1:
+            mixed.sum().item()
+        return mixed
 
 
-class _LayerWithOwnGroup(TransformerLayer):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        assert type(self.mlp.router) is TopKRouter
-        self.mlp.router.__class__ = _WithOwnGroup
-
-
-def experts_with_own_group() -> Any:
-    """Return `experts` with routers that ignore the group of the microbatch."""
-    spec = packed_contexts_experts()
-    spec.module = _LayerWithOwnGroup
-    return _split_layer(spec)
+def faulty() -> Any:
+    """Return the local spec with `_FaultyCore`."""
+    return _with_core(_FaultyCore)

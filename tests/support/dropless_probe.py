@@ -12,7 +12,7 @@ from in_process import Trained
 
 from chunkgraph.engine import CaptureOptions
 from chunkgraph.megatron.features.experts import room
-from chunkgraph.megatron.features.experts.feature import Experts, dropped_tokens
+from chunkgraph.megatron.features.experts.feature import dropped_tokens
 
 
 def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[str, Any]]:
@@ -21,13 +21,12 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> list[dict[st
     Args:
         config: configuration of the run.
         device: device of the model.
-        case: ``num_steps``; ``is_growing``: whether the load of the first rank's experts grows
-            from step to step, with room for little more than the last load; ``budget``: the room
-            that the user gives. The dispatcher ``flex`` is HybridEP, on a CPU its stand-in.
+        case: ``num_steps``; ``budget``: the room that the user gives. The dispatcher ``flex`` is
+            HybridEP, on a CPU its stand-in.
 
     Returns:
         By rank: ``differing``: steps and names of unequal values; ``reruns``: steps that ran
-        again; ``recaptures``, ``replays`` and ``dropped`` tokens; ``dispatch`` of the last capture.
+        again; ``recaptures``, ``replays`` and ``dropped`` tokens.
     """
     is_flex = config.moe.moe_token_dispatcher_type == "flex"
     with hybrid_ep(is_on=is_flex and device.type == "cpu"):
@@ -42,13 +41,11 @@ def _trained(config: Any, device: torch.device, case: dict[str, Any]) -> list[di
     if "budget" in case:  # Megatron's check of it asks for fused operations
         graphs.set_budget(case["budget"])
     differing, reruns = [], []
-    preferred = _growing if case.get("is_growing") else _random
-    margin = 0.02 if case.get("is_growing") else -0.2
-    with mock.patch.multiple(room, _MARGIN=margin, _MOST_DOUBLED=0):
+    with mock.patch.multiple(room, _MARGIN=-0.2, _MOST_DOUBLED=0):
         graphs.attach(options=options, stash=config.stash, **alone)
         counters = graphs.graphs.counters
         for step in range(case["num_steps"]):
-            bias = preferred(config, step)
+            bias = _random(config, step)
             results = [model.run(step, bias) for model in (eager, graphs)]
             reruns += [step] * (counters.overflow_reruns["expert capacity"] - len(reruns))
             names = [
@@ -60,7 +57,6 @@ def _trained(config: Any, device: torch.device, case: dict[str, Any]) -> list[di
         "reruns": reruns,
         "recaptures": len(counters.recaptures),
         "replays": counters.replays,
-        "dispatch": graphs.graphs.find(Experts).dispatch,
         "dropped": sum(dropped_tokens(graphs.graphs, wait=True).values()),
     }
     return of_ranks(mine)
@@ -107,11 +103,4 @@ def _random(config: Any, step: int) -> torch.Tensor:
         # No other rank gets a row if this rank's experts are enough for all tokens.
         first = one // num_local * num_local
         bias[first : first + num_local] += 10.0
-    return bias
-
-
-def _growing(config: Any, step: int) -> torch.Tensor:
-    """Return a bias for the first rank's experts."""
-    bias = torch.zeros(config.moe.num_moe_experts)
-    bias[: len(bias) // config.pipeline.expert_model_parallel_size] = 0.008 * step
     return bias

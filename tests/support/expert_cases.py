@@ -50,3 +50,13 @@ def case(
         **sections,
     )
     return {"config": config, "transformer_options": options or {}}
+
+
+def check_random_steps(ranks: Sequence[dict[str, Any]], num_steps: int) -> None:
+    """Check the results of `dropless_probe`: equal to eager, after reruns and recaptures."""
+    for rank in ranks:
+        assert rank["differing"] == []
+        assert len(rank["reruns"]) > num_steps // 10
+        assert rank["recaptures"] == len(rank["reruns"])
+        assert rank["replays"] > num_steps // 2
+        assert rank["dropped"] == 0

@@ -363,8 +363,3 @@ def packed() -> Any:
 def packed_split() -> Any:
     """Return such a stack with attention of documents that context-parallel ranks share."""
     return _stack(context_specs.split)
-
-
-def packed_poisoned() -> Any:
-    """Return `packed` with NaN in the tail of attention."""
-    return _stack(user_specs.packed_poisoned)

@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -495,22 +494,3 @@ def without_sequences() -> Callable[[dict[str, Any]], set[str]]:
         return names
 
     return join_params
-
-
-@pytest.fixture
-def rotated() -> Callable[..., Any]:
-    """Return Megatron's fused RoPE of packed tokens on a context-parallel rank."""
-
-    def rotate(tokens: Any, offsets: Any, freqs: Any, size: int = 1, rank: int = 0) -> Any:
-        from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-
-        config = SimpleNamespace(
-            apply_rope_fusion=True,
-            rotary_interleaved=False,
-            mrope_section=None,
-            multi_latent_attention=False,
-        )
-        group = SimpleNamespace(size=lambda: size, rank=lambda: rank)
-        return apply_rotary_pos_emb(tokens, freqs, config, cu_seqlens=offsets, cp_group=group)
-
-    return rotate

@@ -74,29 +74,39 @@ _KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 
 
 def gpu_case(
-    text: Path,
+    text: Path | None,
     make_config: Callable[..., Any],
     kind: str,
     counts: list[int],
     *,
     capture: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
     moe: dict[str, Any] | None = None,
     packing: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
     **pipeline: Any,
 ) -> dict[str, Any]:
-    """Make a case of `run_cases` on documents of 10 to 110 tokens: two to seven in 256.
+    """Make a case of `run_cases` on packed documents; ``options`` are Megatron's own.
+
+    Without a ``text``, documents are those of the package.
 
     Each context-parallel rank has 256 rows: cuDNN up to 9.15 cannot be captured if half of a
     rank's part of the longest sequence is no multiple of 128.
     """
-    model, own_moe, options = _KINDS[kind]
+    own_model, own_moe, own_options = _KINDS[kind]
     size = pipeline.get("context_parallel_size", 1)
     config = make_config(
-        model={**GPU_MODEL, **model},
+        model={**GPU_MODEL, **own_model, **(model or {})},
         moe={**own_moe, **(moe or {})},
         pipeline=pipeline,
-        train={"num_microbatches": counts, "micro_batch_size": 1, "deterministic": True},
-        data={"path": str(text)},
+        train={
+            "num_microbatches": counts,
+            "micro_batch_size": 1,
+            "deterministic": True,
+            **(train or {}),
+        },
+        data={} if text is None else {"path": str(text)},
         packing={
             "max_packed_seqs": 12 if size == 1 else 24,
             "max_packed_tokens": 256 * size,
@@ -105,6 +115,7 @@ def gpu_case(
         capture=capture or {},
         run={"timeout_s": 150},
     )
+    options = {**own_options, **(options or {})}
     return {"config": {**config, "device": "cuda"}, "transformer_options": options}
 
 
@@ -161,22 +172,28 @@ def cpu_case(
     kind: str,
     counts: list[int],
     *,
+    model: dict[str, Any] | None = None,
+    moe: dict[str, Any] | None = None,
     packing: dict[str, Any] | None = None,
     capture: dict[str, Any] | None = None,
+    stash: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
     **pipeline: Any,
 ) -> dict[str, Any]:
-    """Make a case of `run_cases` with two layers."""
-    model, moe, options = _CPU_KINDS[kind]
+    """Make a case of `run_cases` with two layers; ``options`` are Megatron's own."""
+    own_model, own_moe, own_options = _CPU_KINDS[kind]
     config = make_config(
-        model={"num_layers": 2, **model},
-        moe=moe,
+        model={"num_layers": 2, **own_model, **(model or {})},
+        moe={**own_moe, **(moe or {})},
+        stash=stash or {},
         pipeline=pipeline,
-        train={"num_microbatches": counts, "micro_batch_size": 1},
+        train={"num_microbatches": counts, "micro_batch_size": 1, **(train or {})},
         data={"path": str(text)},
         packing={"max_packed_seqs": 16, "max_packed_tokens": 48, **(packing or {})},
         capture=capture or {},
     )
-    return {"config": config, "transformer_options": options}
+    return {"config": config, "transformer_options": {**own_options, **(options or {})}}
 
 
 def all_but_the_first_replay(results: dict[str, dict[str, Any]]) -> None:

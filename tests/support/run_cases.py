@@ -20,17 +20,14 @@ from typing import Any
 from unittest import mock
 
 import attach_fault_probe
-import context_probe
 import dropless_probe
 import fault_probe
 import groups_end_probe
 import kernel_probe
-import overlap_probe
 import packed_probe
 import receive_probe
 import rl_frameworks
 import rl_probe
-import schedule_probe
 import unpadded_probe
 from extended_config import extended
 from gathering import uneven_collectives
@@ -44,14 +41,12 @@ from chunkgraph.trainer.batches import Batch, PackedBatches
 from chunkgraph.trainer.compare import TrainingRun, run_eager, train
 from chunkgraph.trainer.setup import training_process
 
-_WITH_EAGER: dict[str, Any] = {"receive": receive_probe, "schedule": schedule_probe}
+_WITH_EAGER: dict[str, Any] = {"receive": receive_probe}
 _PROBES: dict[str, Any] = {
     "packed": packed_probe,
     "unpadded": unpadded_probe,
     "dropless": dropless_probe,
     "kernels": kernel_probe,
-    "overlap": overlap_probe,
-    "context": context_probe,
     "rl": rl_probe,
     "rl_frameworks": rl_frameworks,
     "groups_end": groups_end_probe,

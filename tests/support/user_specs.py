@@ -22,23 +22,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 
-class WatchfulLayer(TransformerLayer):
-    """Reads its output on the host, which no graph can hold."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's output after reading it."""
-        hidden, context = super().forward(*args, **kwargs)
-        largest = hidden.abs().max().item()  # the line that the error must name
-        if largest > 1e6:
-            raise FloatingPointError(largest)
-        return hidden, context
-
-
-def watchful() -> Any:
-    """Return the local spec with `WatchfulLayer`."""
-    return _with_layer(WatchfulLayer)
-
-
 class WatchfulWhereFaulty(TransformerLayer):
     """Reads its input on the host, on one rank and from its second layer on."""
 
@@ -52,24 +35,6 @@ class WatchfulWhereFaulty(TransformerLayer):
 def watchful_where_faulty() -> Any:
     """Return the local spec with `WatchfulWhereFaulty`."""
     return _with_layer(WatchfulWhereFaulty)
-
-
-class CountingLayer(TransformerLayer):
-    """Uses a counter in Python, so that a replay differs from an eager pass."""
-
-    num_calls = 0
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output, scaled from the fourth call of the last rank's last layer on."""
-        hidden, context = super().forward(*args, **kwargs)
-        self.num_calls += 1
-        is_last = self.layer_number == self.config.num_layers
-        return (hidden * 2 if is_last and self.num_calls > 6 else hidden), context
-
-
-def counting() -> Any:
-    """Return the local spec with `CountingLayer`."""
-    return _with_layer(CountingLayer)
 
 
 class LatentCore(nn.Module):

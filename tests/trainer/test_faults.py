@@ -211,19 +211,6 @@ def test_a_rank_killed_in_a_replayed_step(
     assert "Rank 0 stopped because another rank ended" in messages[0]
 
 
-def test_shadow_names_slot_and_layer_of_one_rank(
-    run_to_its_end: Callable[..., Any], case: Callable[..., dict[str, Any]]
-) -> None:
-    counting = {"layer_spec": "user_specs:counting", "num_layers": 4}
-    codes, messages = run_to_its_end(case([*STEPS, *STEPS], {"verify": "shadow"}, counting))
-    assert codes == [1, 1]
-    assert "another rank ended" in messages[0]
-    assert "rank 1, pipeline stage 1, chunk 0 slot 0: the replayed forward of" in messages[1]
-    assert "microbatch 0 in replayed step 1 after the capture" in messages[1]
-    assert "first layer that differs: decoder.final_layernorm" in messages[1]
-    assert "the last correct tensor is kept by decoder.layers.1" in messages[1]
-
-
 def child_of(parent: int, rank: int) -> int:
     """Return the process id of a rank that ``parent`` started."""
     for path in Path("/proc").glob("[0-9]*"):

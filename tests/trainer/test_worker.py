@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_jobs import wait_for_ranks
 
 from chunkgraph.settings import config_from_mapping
 from chunkgraph.trainer.setup import choose_device
@@ -19,11 +18,6 @@ pytestmark = pytest.mark.timeout(100)
 
 RunWorker = Callable[..., tuple[list[int], Path]]
 MakeConfig = Callable[..., dict[str, Any]]
-
-
-def _line_of(marker: str) -> int:
-    text = (Path(__file__).parents[1] / "support" / "user_specs.py").read_text(encoding="utf-8")
-    return next(i for i, line in enumerate(text.splitlines(), start=1) if marker in line)
 
 
 # Not for each release of Megatron: the command writes these.
@@ -43,27 +37,6 @@ def test_results_and_progress(run_worker: RunWorker, make_config: MakeConfig) ->
     assert "step" not in logs[1]
     left = {p.name for p in folder.iterdir()}
     assert left == {"config.yaml", "log0.txt", "log1.txt", "table.json"}
-
-
-@pytest.mark.megatron
-@pytest.mark.every_release
-def test_layer_that_reads_on_the_host(run_worker: RunWorker, make_config: MakeConfig) -> None:
-    """The run fails on every rank with the operator, the file and the line of the user's layer."""
-    config = make_config(
-        model={"layer_spec": "user_specs:watchful"}, pipeline={"pipeline_model_parallel_size": 2}
-    )
-    codes, folder = run_worker(config, 2, forked=True)
-    assert codes == [1, 1]
-    assert not (folder / "table.json").exists()
-    line = _line_of("the line that the error must name")
-    for rank in range(2):
-        text = (folder / f"error_rank{rank}.txt").read_text(encoding="utf-8")
-        message, _, rest = text.partition("\n\n")
-        assert re.search(rf"user_specs\.py:{line}\b", message), message
-        assert "item" in message, message
-        assert f"rank {rank}, pipeline stage {rank}, chunk 0" in message, message
-        assert "Traceback" not in message
-        assert "Traceback" in rest
 
 
 def test_an_unknown_layer_spec(run_worker: RunWorker, make_config: MakeConfig) -> None:
@@ -91,12 +64,13 @@ def test_ranks_share_a_gpu_only_where_nccl_lets_them(
 
 @pytest.mark.megatron
 def test_ranks_with_other_settings_end_before_the_model_is_built(
-    make_config: MakeConfig, start_ranks: Any, free_port: Callable[[], int], tmp_path: Path
+    make_config: MakeConfig, run_script: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Both ranks name the setting, a rank and both values."""
     config = make_config(pipeline={"pipeline_model_parallel_size": 2})
     (tmp_path / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
-    (tmp_path / "program.py").write_text(
+    program = tmp_path / "program.py"
+    program.write_text(
         "import os, sys\n"
         "from chunkgraph.cli.__main__ import main\n"
         f"arguments = ['train', {str(tmp_path / 'config.yaml')!r}, '--debug']\n"
@@ -104,10 +78,7 @@ def test_ranks_with_other_settings_end_before_the_model_is_built(
         "sys.exit(main([*arguments, *other]))\n",
         encoding="utf-8",
     )
-    program = [str(tmp_path / "program.py")]
-    ranks = start_ranks(program, 2, tmp_path, free_port(), "core", TORCHDYNAMO_DISABLE="1")
-    codes = wait_for_ranks(ranks, 60.0)
-    for rank in range(2):
-        text = (tmp_path / f"log{rank}.txt").read_text(encoding="utf-8")
-        assert codes[rank] == 2, text
-        assert "\n  train.seed: 99 on rank 1, 1234 on rank 0\n" in text, text
+    codes, output = run_script(program, timeout_s=60.0)
+    assert codes == [2, 2], output
+    # In the traceback and in the message of each rank.
+    assert output.count("\n  train.seed: 99 on rank 1, 1234 on rank 0\n") == 4, output

@@ -69,6 +69,7 @@ def warm_up(
     passes: list[Measured] = []
     for _ in range(1 if backend.repeats_bits else 2):
         sinks.clear()
+        backend.release_cached_memory()  # else blocks that the last pass split add to the peak
         with (
             backend.on_capture_stream(),
             backend.preserve_random_state(host.generators()),
@@ -84,8 +85,7 @@ def warm_up(
                 refuse_undeclared(chunk, call.outputs, [*call.inputs, *leaves])
                 drawn = backend.default_generator, *host.generators()
                 measured = Measured.of(call.leaves, chunk.buffers, drawn)
-                saved = saved_tensors(call.leaves, layers)
-                measured = measured.with_saved(saved)
+                measured = measured.with_saved(saved_tensors(call.leaves, layers))
                 call.make_output_grads()
                 marks.append(log.num_events())
                 order, totals = _run_backward(own, call)
@@ -100,7 +100,7 @@ def warm_up(
         gc.collect(0)
     noise = check_passes(label, passes)
     if not slot_bytes:
-        kept = AddressRanges((t.address, t.address + t.num_bytes) for t in saved)
+        kept = AddressRanges((t.address, t.address + t.num_bytes) for t in measured.saved)
         slot_bytes = (kept - AddressRanges(filter(None, map(memory_of, leaves)))).num_bytes
     return WarmUp(held_bytes, slot_bytes, scratch_bytes, tuple(passes), noise, tuple(written))
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
+import torch
+
 from chunkgraph.engine.capture.graph_set import GraphSet
+from chunkgraph.engine.capture.restore import writable
 from chunkgraph.engine.capture.saved import SavedTensor
 from chunkgraph.engine.capture.self_test import TO_DO
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, Host
@@ -13,7 +16,7 @@ from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.tree import Call
 from chunkgraph.engine.verify.eager_pass import EagerPasses
 from chunkgraph.errors import VerifyError
-from chunkgraph.graphs import GraphBackend
+from chunkgraph.graphs import AddressRanges, GraphBackend
 
 _BACKWARD_TO_DO = (
     "  To do: look for writes to the slot between its forward and its backward (an input or "
@@ -81,10 +84,24 @@ class Verifier(Observer):
     def _passes_of(self, slot: Slot) -> EagerPasses:
         c, key = slot.chunk, slot.bank
         if (c, key) not in self._passes:
-            written = self._graphs.warm_ups[key, c].written
-            of_chunk = self._chunks[c], self._calls[key][c], self._gradients[c], written
-            self._passes[c, key] = EagerPasses(*of_chunk, self._backend, self._host)
+            of_chunk = self._chunks[c], self._calls[key][c], self._gradients[c]
+            state = self._state_of(c, key)
+            self._passes[c, key] = EagerPasses(*of_chunk, state, self._backend, self._host)
         return self._passes[c, key]
+
+    def _state_of(self, c: int, key: Hashable) -> list[torch.Tensor]:
+        """Return the memory that passes of a chunk restore.
+
+        Not the memory into which a rank receives. A module may hold an earlier input, and what
+        arrives there during a pass would be lost.
+        """
+        received = AddressRanges()
+        for slot in (slot for slots in self._graphs.slots for slot in slots):
+            grads = slot.output_grads.tensors if slot.output_grads is not None else ()
+            for tensor in (*slot.inputs.tensors, *grads):
+                received |= self._backend.storage_ranges(tensor)
+        memory = writable(self._chunks[c], self._graphs.warm_ups[key, c].written)
+        return [t for t in memory if not self._backend.storage_ranges(t) & received]
 
     def _saved_by(self, slot: Slot) -> list[SavedTensor]:
         """Return what the slot's forward keeps, with tensors in its pool and its inputs.

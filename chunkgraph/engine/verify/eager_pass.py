@@ -17,7 +17,7 @@ import torch
 
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.parameter_aliases import ParameterAliases
-from chunkgraph.engine.capture.restore import ChunkState, restoring, versions, writable
+from chunkgraph.engine.capture.restore import ChunkState, restoring, versions
 from chunkgraph.engine.capture.saved import SavedTensor, saved_tensors
 from chunkgraph.engine.capture.self_test import Measured
 from chunkgraph.engine.chunk import Chunk, Host
@@ -54,7 +54,7 @@ class EagerPasses:
         chunk: the chunk.
         call: its captured call, without tensors (`Call.emptied`).
         gradients: the buffers that replayed backwards add to, one for each parameter.
-        written: memory of parameters that the chunk's passes write.
+        state: memory that the chunk's passes may write, and restore.
         backend: the backend of the graphs.
         host: the training loop around the chunks.
     """
@@ -64,7 +64,7 @@ class EagerPasses:
         chunk: Chunk,
         call: Call,
         gradients: Sequence[torch.Tensor],
-        written: Sequence[torch.Tensor],
+        state: Sequence[torch.Tensor],
         backend: GraphBackend,
         host: Host,
     ) -> None:
@@ -72,7 +72,7 @@ class EagerPasses:
         self._call = call
         self._gradients = tuple(gradients)
         self._backend, self._host = backend, host
-        self._state = writable(chunk, written)
+        self._state = state
 
     @cached_property
     def _sums(self) -> tuple[torch.Tensor, ...]:

@@ -191,9 +191,10 @@ class ParameterGates:
     def wait_in_capture(self) -> Iterator[None]:
         """Make modules wait for their parameters in a capture, and its end for all others.
 
-        Outside of a capture this does nothing.
+        An eager pass, as `verify` runs it after `gather`, waits for all of them at its beginning.
         """
         if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().wait_stream(self._stream)
             yield
             return
         left = dict(self._events)

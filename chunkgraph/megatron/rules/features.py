@@ -154,6 +154,12 @@ def _idle(name: str) -> Rule:
     )
 
 
+IDLE_RULES = tuple(
+    map(_idle, ("max_packed_tokens", "buckets", "seq_buckets", "context_parallel_sizes"))
+)
+"""Rules of settings that have no effect without packed sequences."""
+
+
 def _other_length(f: Facts) -> object:
     pattern = f.hybrid_layer_pattern
     if pattern is None:
@@ -214,7 +220,7 @@ FILE_RULES = (
         "sequences",
         lambda f: f.max_packed_seqs not in (None, 0) and f.max_packed_seqs < 2,
     ),
-    *map(_idle, ("max_packed_tokens", "buckets", "seq_buckets", "context_parallel_sizes")),
+    *IDLE_RULES,
     _packed(
         "micro_batch_size max_packed_seqs: a packed microbatch is one row of documents; use "
         "{micro_batch_size=1} and a larger {max_packed_tokens=}",

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,23 +11,15 @@ pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeo
 
 
 @pytest.fixture
-def run_script(
-    start_ranks: Any, free_port: Callable[[], int], tmp_path: Path
+def run_text(
+    run_script: Callable[..., tuple[list[int], str]], tmp_path: Path
 ) -> Callable[..., tuple[list[int], str]]:
     """Run a script as ranks; return the exit codes and the output of all."""
 
     def run(text: str, num_ranks: int) -> tuple[list[int], str]:
         script = tmp_path / "probe.py"
         script.write_text(text, encoding="utf-8")
-        ranks = start_ranks([str(script)], num_ranks, tmp_path, free_port(), "core")
-        end = time.monotonic() + 60.0
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
-            time.sleep(0.05)
-        for rank in ranks:
-            if rank.poll() is None:
-                os.killpg(rank.pid, signal.SIGKILL)
-        codes = [rank.wait() for rank in ranks]
-        return codes, "".join((tmp_path / f"log{r}.txt").read_text() for r in range(num_ranks))
+        return run_script(script, num_ranks=num_ranks, timeout_s=60.0)
 
     return run
 
@@ -91,11 +79,11 @@ os._exit(0)
 
 @pytest.mark.parametrize("lost", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_agreement_through_the_store_and_the_loss_of_a_rank(
-    run_script: Callable[..., tuple[list[int], str]], monkeypatch: pytest.MonkeyPatch, lost: int
+    run_text: Callable[..., tuple[list[int], str]], monkeypatch: pytest.MonkeyPatch, lost: int
 ) -> None:
     """The last rank ends, or the first one, whose process serves the store, is stopped."""
     monkeypatch.setenv("LOST", str(lost))
-    codes, output = run_script(PROBE, 3)
+    codes, output = run_text(PROBE, 3)
     assert codes == [0 if lost else -9, 0, 0], output[-3000:]
     assert output.count("noticed the rank that is lost") == 2
 
@@ -140,8 +128,8 @@ os._exit(0)
 
 
 def test_no_group_of_gloo_is_made_where_megatron_may_make_none(
-    run_script: Callable[..., tuple[list[int], str]],
+    run_text: Callable[..., tuple[list[int], str]],
 ) -> None:
-    codes, output = run_script(WITHOUT_GLOO, 2)
+    codes, output = run_text(WITHOUT_GLOO, 2)
     assert codes == [0, 0], output[-3000:]
     assert output.count("done") == 2

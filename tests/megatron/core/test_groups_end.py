@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import importlib.util
 import json
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from in_process import Trained, detach_all
+from training_needs import NEEDS_ENGINE
 
-from chunkgraph.engine import CaptureOptions, ChunkGraphs
-from chunkgraph.errors import SlotError
-from chunkgraph.megatron.attachment import attach
+from chunkgraph.engine import CaptureOptions
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(200)]
 
@@ -38,88 +34,34 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     assert dist.distributed_c10d.destroy_process_group is destroy_process_group
 
 
-def test_graphs_are_detached_before_the_groups_end(chunks: list[Any], ended: list[Any]) -> None:
-    graphs = attach(chunks)
-    diverted = [m for chunk in chunks for m in chunk.modules() if "forward" in m.__dict__]
-    assert diverted
-    group = object()
-    dist.destroy_process_group(group)  # type: ignore[arg-type]
-    assert ended == [group]
-    assert all("forward" in module.__dict__ for module in diverted)
-    seen: list[bool] = []
-    graphs.engine.release = lambda: seen.append(None in ended)  # type: ignore[method-assign]
-    dist.destroy_process_group()
-    assert seen == [False]  # released before any group ended
-    assert ended[-1] is None
-    assert not any("forward" in module.__dict__ for module in diverted)
-    graphs.detach()
-    assert len(seen) == 2
+_ON_A_GPU = {"layer_spec": "transformer_engine", "hidden_size": 64, "params_dtype": "bfloat16"}
 
 
-def test_a_detach_that_fails_leaves_the_groups_and_is_tried_again(
-    chunks: list[Any], ended: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graphs = attach(chunks)
-    with monkeypatch.context() as patch:
-        patch.setattr(ChunkGraphs, "report", "there are graphs")
-        with graphs.engine.step(1, eager=True), pytest.raises(SlotError, match="inside a step"):
-            dist.destroy_process_group()
-        assert ended == []
-    released: list[int] = []
-    graphs.engine.release = lambda: released.append(len(ended))  # type: ignore[method-assign]
-    dist.destroy_process_group()
-    assert released == [0]
-    assert ended == [None]
-    dist.destroy_process_group()
-    assert released == [0]
-
-
-def test_graphs_that_nobody_holds_are_detached_too(chunks: list[Any], ended: list[Any]) -> None:
-    """The model holds them, and frees them with itself."""
-    graphs = attach(chunks)
-    gone, released = weakref.ref(graphs), []
-    graphs.engine.release = lambda: released.append(len(ended))  # type: ignore[method-assign]
-    del graphs
-    gc.collect()
-    dist.destroy_process_group()
-    assert released == [0]
-    gc.collect()
-    assert gone() is None
-
-
-def _ends(
-    start_cases: Callable[..., list[int]], config: Any, folder: Path, timeout_s: float
-) -> list[dict[str, Any]]:
-    case = {"name": "forgotten", "probe": "groups_end", "config": config, "out": f"{folder}/out"}
-    codes = start_cases([case], 2, timeout_s)
-    assert codes == [0, 0], (folder / "log0.txt").read_text()[-3000:]
-    return [json.loads((folder / f"out{rank}.json").read_text()) for rank in range(2)]
-
-
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "model"),
+    [
+        pytest.param("cpu", {}, marks=pytest.mark.slow),
+        pytest.param("cuda", _ON_A_GPU, marks=[pytest.mark.multigpu, NEEDS_ENGINE]),
+    ],
+)
 def test_a_script_that_forgets_to_detach_ends(
-    start_cases: Callable[..., list[int]], make_config: Callable[..., Any], tmp_path: Path
+    start_cases: Callable[..., list[int]],
+    make_config: Callable[..., Any],
+    tmp_path: Path,
+    device: str,
+    model: dict[str, Any],
 ) -> None:
+    """Also with collectives of NCCL in the graphs."""
     config = make_config(
-        pipeline={"tensor_model_parallel_size": 2}, train={"num_microbatches": [2, 2, 1]}
-    )
-    results = _ends(start_cases, {**config, "device": "cpu"}, tmp_path, 60.0)
-    assert results == [{"replays": 3, **GONE}] * 2
-
-
-@pytest.mark.multigpu
-def test_graphs_with_collectives_of_nccl_do_not_hold_the_end_up(
-    start_cases: Callable[..., list[int]], make_config: Callable[..., Any], tmp_path: Path
-) -> None:
-    if importlib.util.find_spec("transformer_engine") is None:
-        pytest.skip("Transformer Engine is not installed")
-    config = make_config(
-        model={"layer_spec": "transformer_engine", "hidden_size": 64, "params_dtype": "bfloat16"},
+        model=model,
         pipeline={"tensor_model_parallel_size": 2},
         train={"num_microbatches": [2, 2, 1]},
     )
-    results = _ends(start_cases, {**config, "device": "cuda"}, tmp_path, 150.0)
-    assert results == [{"replays": 3, **GONE}] * 2
+    case = {"probe": "groups_end", "config": {**config, "device": device}, "out": f"{tmp_path}/out"}
+    codes = start_cases([{"name": "forgotten", **case}], 2, 150.0)
+    assert codes == [0, 0], (tmp_path / "log0.txt").read_text()[-3000:]
+    for rank in range(2):
+        assert json.loads((tmp_path / f"out{rank}.json").read_text()) == {"replays": 3, **GONE}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

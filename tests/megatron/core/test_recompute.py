@@ -157,18 +157,6 @@ def test_slots_hold_only_the_inputs_of_layers(
     assert kept > 8 * recomputed
 
 
-@pytest.mark.parametrize("granularity", ["full", "selective"])
-def test_recomputation_on_a_gpu_needs_a_graph_safe_tracker(granularity: str) -> None:
-    settings = {"recompute_granularity": granularity}
-    for on_gpu, graph_safe in ((True, False), (True, True), (False, True)):
-        facts = {"on_gpu": on_gpu, "is_rng_graph_safe": graph_safe}
-        reasons = "\n".join(refused_settings(MODEL_RULES, settings, **facts))
-        if graph_safe:
-            assert reasons == ""
-        else:
-            assert f"recompute_granularity='{granularity}'" in reasons
-
-
 @pytest.mark.parametrize(
     ("settings", "refused"),
     [

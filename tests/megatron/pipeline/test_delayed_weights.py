@@ -9,7 +9,7 @@ import pytest
 from refused import refused
 from torch import nn
 
-from chunkgraph.megatron.core.data_parallel import delay_in_new_configs, facts_of_delays
+from chunkgraph.megatron.core.data_parallel import facts_of_delays
 from chunkgraph.megatron.refusals import DELAY_RULES
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(240)]
@@ -45,39 +45,6 @@ def test_weight_gradients_in_w_equal_those_of_whole_backwards(
         },
         2,
     )
-
-
-@pytest.mark.parametrize("spec", ["delaying", "fusing"])
-def test_a_schedule_drives_eager_layers_that_delay(
-    run_cases: Callable[..., Any], make_config: Callable[..., Any], spec: str
-) -> None:
-    config = make_config(
-        model={"layer_spec": f"delayed_layers:{spec}", "hidden_dropout": 0.1},
-        pipeline={"pipeline_model_parallel_size": 2, "schedule": "zb-h1"},
-        train={"num_microbatches": [2, 3, 1, 4], "overlap_grad_reduce": True},
-        capture={"enabled": False},
-    )
-    result = run_cases({"eager": {"config": config}}, 2)["eager"]
-    assert all(step["different"] == [] for step in result["steps"])
-    assert result["different_parameters"] == {}
-
-
-def test_every_new_config_delays_after_the_request() -> None:
-    from dataclasses import replace
-
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.transformer import TransformerConfig
-
-    def configs() -> list[Any]:
-        model = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-        return [model, replace(model, num_layers=2), DistributedDataParallelConfig()]
-
-    undo = delay_in_new_configs()
-    try:
-        assert all(config.delay_wgrad_compute for config in configs())
-    finally:
-        undo()
-    assert not any(config.delay_wgrad_compute for config in configs())
 
 
 class _Layer(nn.Module):

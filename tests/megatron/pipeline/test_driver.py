@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import nn
@@ -28,59 +31,48 @@ def _case(
     train: dict[str, Any] | None = None,
     **sections: Any,
 ) -> dict[str, Any]:
-    return {
-        "probe": "schedule",
-        "schedule": schedule,
-        "config": make_config(
-            pipeline=pipeline,
-            train={"num_microbatches": counts, "micro_batch_size": 2, **(train or {})},
-            **sections,
-        ),
-    }
-
-
-def _check(results: dict[str, dict[str, Any]]) -> None:
-    for name, result in results.items():
-        for actual, expected in (*result["losses"], *result["grad_norms"]):
-            assert actual == expected, name
-        assert result["different"] == [], name
-        assert len({loss for loss, _ in result["losses"]}) == len(result["losses"]), name
+    config = make_config(
+        pipeline={**pipeline, "schedule": schedule},
+        train={"num_microbatches": counts, "micro_batch_size": 2, **(train or {})},
+        **sections,
+    )
+    return {"config": config}
 
 
 @pytest.mark.slow
 @pytest.mark.every_release
 def test_eager_steps_equal_megatrons_functions(
-    run_cases: Callable[..., Any], make_config: Callable[..., Any]
+    run_cases: Callable[..., Any], make_config: Callable[..., Any], once: Callable[..., Any]
 ) -> None:
+    """Also layers that delay their weight gradients."""
     overlap = {"overlap_grad_reduce": True}
-    _check(
-        run_cases(
-            {
-                "1f1b": _case(make_config, "1f1b", PP2, [1, 2, 5, 3], model=DROPOUT),
-                "tied": _case(
-                    make_config,
-                    "1f1b",
-                    PP2,
-                    [2, 3],
-                    model={"untie_embeddings_and_output_weights": False},
-                ),
-                "interleaved": _case(make_config, "interleaved", VPP2, [2, 4, 6], model=DROPOUT),
-                "overlap": _case(make_config, "1f1b", PP2, [3, 4], overlap),
-                "interleaved_overlap": _case(make_config, "interleaved", VPP2, [4, 2], overlap),
-            },
-            2,
-        )
-    )
+    tied = {"untie_embeddings_and_output_weights": False}
+
+    def case(*args: Any, **sections: Any) -> dict[str, Any]:
+        return _case(make_config, *args, **sections, capture={"enabled": False})
+
+    def delayed(kind: str) -> dict[str, Any]:
+        model = {**DROPOUT, "layer_spec": f"delayed_layers:{kind}"}
+        return case("zb-h1", PP2, [2, 3, 1, 4], overlap, model=model)
+
+    cases = {
+        "1f1b": case("1f1b", PP2, [1, 2, 5, 3], model=DROPOUT),
+        "tied": case("1f1b", PP2, [2, 3], model=tied),
+        "interleaved": case("interleaved", VPP2, [2, 4, 6], model=DROPOUT),
+        "overlap": case("1f1b", PP2, [3, 4], overlap),
+        "interleaved_overlap": case("interleaved", VPP2, [4, 2], overlap),
+        **once({kind: delayed(kind) for kind in ("delaying", "fusing")}),
+    }
+    for name, result in run_cases(cases, 2).items():
+        assert all(step["different"] == [] for step in result["steps"]), name
+        assert result["different_parameters"] == {}, name
+        assert len({step["loss"] for step in result["steps"]}) == len(result["steps"]), name
 
 
 def test_zero_bubble_on_graphs_equals_megatrons_1f1b(
     run_equal: Callable[..., Any], make_config: Callable[..., Any]
 ) -> None:
-
-    def case(schedule: str, pipeline: dict[str, Any], counts: list[int], **more: Any) -> Any:
-        case = _case(make_config, schedule, {**pipeline, "schedule": schedule}, counts, **more)
-        return {"config": case["config"]}
-
+    case = functools.partial(_case, make_config)
     results = run_equal(
         {
             "1f1b": case("1f1b", PP2, [2, 5, 1, 3]),
@@ -133,47 +125,27 @@ def test_a_step_of_another_kind_is_refused(keywords: dict[str, Any], match: str)
         )
 
 
-class Groups:
-    """Stands for the transfer groups; counts the calls of `close`."""
-
-    num_closed = 0
-
-    def __init__(self, _pipeline: Any, _message_bytes: int) -> None:
-        pass
-
-    def close(self) -> None:
-        Groups.num_closed += 1
-
-
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
 def test_groups_with_transfers_that_may_be_pending_are_not_destroyed(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
+    error: type[Exception] | None,
 ) -> None:
-    monkeypatch.setattr("chunkgraph.megatron.pipeline.driver.TransferGroups", Groups)
-    monkeypatch.setattr(Groups, "num_closed", 0)
-    monkeypatch.setattr("chunkgraph.megatron.pipeline.driver._Step.__init__", lambda *_: None)
-    monkeypatch.setattr(
-        "chunkgraph.megatron.pipeline.driver._Step.run", lambda *_, **__: 1 / 0 if fails else []
-    )
-    monkeypatch.setattr("chunkgraph.megatron.pipeline.driver._Step.message_bytes", 4)
-    model = nn.Linear(2, 2)
+    step = mock.Mock(message_bytes=4)
+    step.run.side_effect = error
     driver = ScheduleDriver(
-        lambda count: build_schedule("1f1b", num_ranks=2, num_chunks=1, num_microbatches=count), 0
+        lambda count: build_schedule("1f1b", num_ranks=2, num_microbatches=count), 0
     )
-
-    def run() -> None:
-        driver(
-            model=model,
-            data_iterator=iter(()),
-            forward_step_func=max,
-            num_microbatches=2,
-            pg_collection=SimpleNamespace(pp=None),
-        )
-
-    if fails:
-        with pytest.raises(ZeroDivisionError):
-            run()
-    else:
-        run()
-    driver.close()
-    assert Groups.num_closed == int(not fails)
+    with mock.patch.multiple(
+        "chunkgraph.megatron.pipeline.driver",
+        TransferGroups=mock.DEFAULT,
+        _Step=mock.Mock(return_value=step, message_bytes=4),
+    ) as patched:
+        with pytest.raises(error) if error else nullcontext():
+            driver(
+                model=nn.Linear(2, 2),
+                data_iterator=iter(()),
+                forward_step_func=max,
+                num_microbatches=2,
+                pg_collection=SimpleNamespace(pp=None),
+            )
+        driver.close()
+    assert patched["TransferGroups"].return_value.close.called is (error is None)

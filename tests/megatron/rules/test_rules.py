@@ -10,8 +10,8 @@ from extended_config import config_from_mapping
 from small_settings import SMALL
 
 from chunkgraph.errors import ChunkGraphError, ConfigError, TopologyError
-from chunkgraph.launch.flags import flags_of
 from chunkgraph.settings import Config, derived_fields, load_config
+from chunkgraph.settings.script_flags import flags_of
 
 CONFIG = Path(__file__).parents[3] / "configs" / "gpu" / "gpt_pp2_gpu.yaml"
 _SIZES = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4}
@@ -40,16 +40,6 @@ def _through_hybridep(moe: dict[str, Any], **sections: Any) -> Config:
     return _config({**_HYBRIDEP, **moe}, model, **sections)
 
 
-@pytest.mark.parametrize("captures", [True, False])
-def test_experts_take_what_comes_without_a_capacity(captures: bool) -> None:
-    pipeline = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
-    sections: Any = {"pipeline": pipeline, "capture": {"enabled": captures}, "device": "cpu"}
-    dropless = _config({"num_moe_experts": 8}, **sections)
-    assert "moe_pad_expert_input_to_capacity" not in derived_fields(dropless)
-    fixed = _config(_EXPERTS, **sections)
-    assert derived_fields(fixed)["moe_pad_expert_input_to_capacity"]
-
-
 def test_what_megatron_needs_follows_from_the_settings() -> None:
     one = derived_fields(_config({**_EXPERTS, "moe_router_topk": 1}))
     assert one["moe_router_pre_softmax"]
@@ -74,37 +64,10 @@ def test_a_gpu_multiplies_only_bfloat16_without_a_capacity() -> None:
         config.replace(device="cuda")
 
 
-def test_experts_are_off_until_their_number_is_set() -> None:
-    assert _config({"moe_expert_capacity_factor": 0.1}).moe.num_moe_experts is None
-    assert _config(_EXPERTS).moe.moe_router_topk == 2
-    assert _config(
-        {**_EXPERTS, "moe_expert_capacity_factor": 0.5, "token_drops": "count"},
-        pipeline={"data_parallel_size": 4, "expert_model_parallel_size": 2},
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "sections", "message"),
-    [
-        ({"moe_expert_capacity_factor": 0.5}, {}, "below 1, tokens are dropped"),
-        ({"moe_expert_capacity_factor": 4.5}, {}, r"is 4.5: above .* \(4\) .* has room for all"),
-        ({"moe_pad_expert_input_to_capacity": False}, {}, "experts would drop tokens and still"),
-        ({"num_moe_experts": None}, {"stash": {"enabled": True}}, "only experts stash"),
-        (
-            {},
-            {
-                "model": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
-                "stash": {"enabled": True},
-            },
-            "recomputed instead of saved",
-        ),
-    ],
-)
-def test_settings_that_cannot_be_are_named(
-    changes: dict[str, Any], sections: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        _config({**_EXPERTS, **changes}, **sections)
+def test_settings_that_cannot_be_are_named() -> None:
+    """In the words of a file; `test_moe_drops` and `test_stash` have the rules of experts."""
+    with pytest.raises(ConfigError, match=r"moe_expert_capacity_factor is 4.5: above .* \(4\)"):
+        _config({**_EXPERTS, "moe_expert_capacity_factor": 4.5})
 
 
 def test_experts_that_cannot_be_shared_out() -> None:
@@ -124,23 +87,18 @@ def test_a_rank_budget_is_for_graphs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("moe", "sections", "message"),
+    ("moe", "message"),
     [
-        ({"moe_flex_dispatcher_backend": "deepep"}, {}, "hybridep"),
-        ({"moe_router_dtype": None}, {}, r"use model.transformer_config.moe_router_dtype=fp32"),
-        ({"moe_expert_capacity_factor": 2.0}, {}, "moe_expert_capacity_factor is 2.0 with .*=hy"),
-        ({}, {"model": {"params_dtype": "float32"}}, "use model.params_dtype=bfloat16"),
-        ({}, {"capture": {"num_warmup_steps": 0}}, "capture.num_warmup_steps is 0"),
-        ({"moe_token_dispatcher_type": "alltoall"}, {}, "it belongs to .*=flex"),
+        ({"moe_router_dtype": None}, r"use model.transformer_config.moe_router_dtype=fp32"),
+        ({"moe_token_dispatcher_type": "alltoall"}, "it belongs to .*=flex"),
     ],
 )
-def test_what_cannot_go_with_hybridep_is_named(
-    moe: dict[str, Any], sections: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_go_with_hybridep_is_named(moe: dict[str, Any], message: str) -> None:
+    """In the words of a file; `test_hybridep` has all rules."""
     packed = {"model": {"layer_spec": "transformer_engine"}, "packing": {"max_packed_seqs": 4}}
     assert _through_hybridep({}, **packed).packing.max_packed_seqs == 4
     with pytest.raises(ConfigError, match=message):
-        _through_hybridep(moe, **sections)
+        _through_hybridep(moe)
 
 
 def test_the_stash_is_a_flag_of_a_pretrain_script() -> None:
@@ -163,21 +121,12 @@ _SIZES_THAT_CHANGE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind", "message"),
-    [
-        (["model.fp8=hybrid"], ConfigError, "model.fp8=hybrid"),
-        (["packing.max_packed_seqs=0"], ConfigError, r"sizes is \[1, 2, 4\].*: packing is off"),
-    ],
-)
-def test_sizes_of_microbatches_that_cannot_be(
-    changes: list[str], kind: type[ChunkGraphError], message: str
-) -> None:
+def test_sizes_of_microbatches_need_packing() -> None:
     good = load_config(CONFIG, _SIZES_THAT_CHANGE)
     assert good.packing.context_parallel_sizes == (1, 2, 4)
     assert load_config(CONFIG).packing.context_parallel_sizes == ()
-    with pytest.raises(kind, match=message):
-        load_config(CONFIG, [*_SIZES_THAT_CHANGE, *changes])
+    with pytest.raises(ConfigError, match=r"sizes is \[1, 2, 4\].*: packing is off"):
+        load_config(CONFIG, [*_SIZES_THAT_CHANGE, "packing.max_packed_seqs=0"])
 
 
 # The pattern of a hybrid model, and its refusals.
@@ -210,20 +159,6 @@ def _hybrid(
             **sections,
         }
     )
-
-
-@pytest.mark.parametrize(
-    ("pattern", "pp", "vpp"),
-    [
-        ("M-M*M-", 1, None),
-        ("M-M*M-", 2, None),
-        ("M|-M*M-", 2, None),
-        ("M|-|M*|M-", 2, 2),
-        ("*-*-*-", 3, None),
-    ],
-)
-def test_patterns(pattern: str, pp: int, vpp: int | None) -> None:
-    assert _hybrid(pattern, pp, vpp).model.hybrid_layer_pattern == pattern
 
 
 @pytest.mark.parametrize(

@@ -10,28 +10,14 @@ from refused import refused
 from torch import nn
 
 from chunkgraph.engine import StepMode
-from chunkgraph.errors import SlotError
-from chunkgraph.megatron.attachment import MegatronChunkGraphs
 from chunkgraph.megatron.feature import Step, StepPlan
 from chunkgraph.megatron.features.contexts.feature import Contexts
-from chunkgraph.megatron.features.contexts.groups import groups_put_back
-
-
-def test_modules_get_their_groups_back() -> None:
-    outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    outer[0].cp_group = outer[0].tp_cp_group = "before"
-    with groups_put_back([outer, outer[0]]):
-        outer[0].cp_group = outer[1].cp_group = outer[1].cp_stream = "of the last bank"
-        outer[0].tp_cp_group = "a router's, of the last bank"
-    assert outer[0].cp_group == outer[0].tp_cp_group == "before"
-    assert not hasattr(outer[1], "cp_group")
-    assert not hasattr(outer[1], "cp_stream")
 
 
 def test_a_replayed_step_walks_over_no_modules() -> None:
     """It calls none of them, except in the eager passes of `verify`; eager steps call all."""
     outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    outer[0].cp_group = "before"
+    outer[0].cp_group = outer[0].tp_cp_group = "before"
     site: Any = SimpleNamespace(parts=[SimpleNamespace(module=outer)])
     contexts = Contexts(site, groups=None)  # type: ignore[arg-type]
     for around in (
@@ -40,30 +26,14 @@ def test_a_replayed_step_walks_over_no_modules() -> None:
         lambda: contexts.around("verify"),
     ):
         with around():
-            outer[0].cp_group = outer[1].cp_group = "of its first call"
-        assert (outer[0].cp_group, hasattr(outer[1], "cp_group")) == ("before", False)
+            outer[0].cp_group = outer[0].tp_cp_group = outer[1].cp_group = "of its first call"
+            outer[1].cp_stream = "of its first call"
+        assert outer[0].cp_group == outer[0].tp_cp_group == "before"
+        assert not {"cp_group", "cp_stream"} & vars(outer[1]).keys()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Module, "named_modules", None)  # the iterator of modules()
         with contexts.step(Step(StepMode.REPLAY, True, StepPlan())):
             pass
-
-
-@pytest.mark.parametrize("may_run_again", [False, True])
-def test_a_step_is_announced_after_one_that_may_run_again(may_run_again: bool) -> None:
-    announcements: list[str] = []
-    graphs: Any = SimpleNamespace(
-        _plans=SimpleNamespace(inputs=("contexts",), announce=lambda inputs: (inputs.misfit, 0)),
-        guard=object() if may_run_again else None,
-        engine=SimpleNamespace(
-            mode=StepMode.REPLAY, announce=lambda plan: announcements.append(plan.misfit)
-        ),
-    )
-    if may_run_again:
-        with pytest.raises(SlotError, match=r"may run again.*Announce it after that step"):
-            MegatronChunkGraphs.announce(graphs, misfit="inside", contexts=[])
-        graphs.engine.mode = StepMode.OUTSIDE
-    MegatronChunkGraphs.announce(graphs, misfit="outside", contexts=[])
-    assert announcements == ["outside"]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.megatron.features.contexts import ContextGroups, follow_groups
+from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.features.contexts import follow_groups
 from chunkgraph.megatron.features.contexts.feature import _follows
 
 # No `megatron` marker: `test_context_training` has whole jobs.
@@ -101,25 +101,6 @@ class _Groups:
         return self._of_routers[group]
 
 
-def test_tensor_parallel_ranks_count_their_rows_together() -> None:
-    layer, groups = _Layer(num_tensor_ranks=2), _Groups()
-    router = layer.mlp.router
-    own = router.tp_cp_group
-    counted_over = []
-    router.register_forward_pre_hook(lambda *_: counted_over.append(router.tp_cp_group))
-    undo = follow_groups([layer], groups)  # type: ignore[arg-type]
-    for group in (groups.four, None, groups.two):
-        layer(packed_seq_params=SimpleNamespace(cp_group=group))
-    layer()  # an evaluation
-    undo()
-    assert counted_over == [groups.of_routers(groups.four), own, groups.of_routers(groups.two), own]
-    # Multiplied by the number of context-parallel ranks, not of tensor-parallel ones.
-    losses = [loss for name, loss, group in router.seen if name == "balance" and group is own]
-    assert losses == [4.0, 1.0, 2.0, 1.0]
-    assert {loss for name, loss, _ in router.seen if name == "z"} == {0.5}
-    assert router.tp_cp_group is own
-
-
 def test_routers_that_would_count_over_others_are_refused() -> None:
     chunks, groups = [nn.Sequential(_Layer(), _Layer(num_tensor_ranks=2))], _Groups()
     for wrong_groups in (None, _Groups(for_routers=None)):
@@ -131,20 +112,3 @@ def test_routers_that_would_count_over_others_are_refused() -> None:
     assert not _follows(chunks, _Groups())  # type: ignore[arg-type]
     undo()
     assert not _follows(chunks, groups)  # type: ignore[arg-type]
-
-
-def test_groups_of_routers_belong_to_those_of_microbatches(one_rank: Any) -> None:
-    import torch.distributed as dist
-
-    world = dist.group.WORLD
-    alone = ContextGroups([0], {1: world}, {})
-    assert alone.of_routers(None) is alone.of_routers(world) is None
-    without = ContextGroups([0], {1: world})
-    with pytest.raises(TopologyError, match=r"rank 0: .* ranks \[0\] has no group of routers"):
-        without.of_routers(world)
-    other = dist.new_group([0])
-    with pytest.raises(TopologyError, match=r"ranks \[0\] is none of those that follow_groups"):
-        alone.of_routers(other)
-    dist.destroy_process_group(other)
-    assert ContextGroups.create([[0]], [1]).for_routers is None
-    assert ContextGroups.of_data_parallel([1], has_experts=True).for_routers is None

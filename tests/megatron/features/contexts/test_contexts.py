@@ -1,189 +1,61 @@
-"""Banks by context-parallel size, in jobs of four ranks with gloo, and their parts."""
+"""Banks by context-parallel size: their keys, the calls derived for them, and their plans."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from thread_ranks import Agreeing, run_ranks
 from torch import nn
 
+from chunkgraph.engine import ChunkGraphs, StepPlan
 from chunkgraph.errors import ConfigError, ReplayMismatchError, SlotError, TopologyError
+from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.feature import StepInputs
 from chunkgraph.megatron.features.contexts import (
     ContextGroups,
-    follow_groups,
 )
 from chunkgraph.megatron.features.packing.bank import (
     PackedBank,
     ScheduledBanks,
-    derived_call,
     digest_of_plan,
 )
 from chunkgraph.megatron.features.packing.banks import PackedBanks
 from chunkgraph.megatron.features.packing.steps import StepPlans
-from chunkgraph.packing import ContextLimits, pack, schedule_contexts
+from chunkgraph.packing import ContextLimits, schedule_contexts
 
 # No `megatron` marker: only process groups are Megatron's, the same in all releases.
 
 LIMITS = ContextLimits(world_size=4, max_tokens_per_rank=8, max_packed_seqs=3)
-RankResults = list[dict[str, Any]]
 
 
-@pytest.mark.slow
-def test_jobs_of_four_ranks(
-    run_cases: Callable[..., dict[str, Any]], make_config: Callable[..., dict[str, Any]]
-) -> None:
-    config = make_config(pipeline={"data_parallel_size": 4}, run={"timeout_s": 20})
-    base = {"config": config, "probe": "context", "fails_at": [], "fails_on": 1, "num_steps": 6}
-    results = run_cases(
-        {
-            "mixed": {
-                **base,
-                "options": {"verify": "poison"},
-                "changes_groups": True,
-            },
-            "limited": {**base, "num_steps": 8, "announces": True, "captured": [4, 1]},
-            "fails": {**base, "fails_at": [4], "announces": True},
-            "fails_all": {
-                **base,
-                "num_steps": 3,
-                "fails_at": [4, 2, 1],
-                "options": {"on_failure": "eager"},
-            },
-            "hooked": {
-                **base,
-                "num_steps": 3,
-                "hooked_on": 1,
-                "options": {"on_failure": "eager"},
-            },
-            "stages": {
-                **base,
-                "worlds": [[0, 1], [2, 3]],
-                "num_steps": 6,
-                "sizes": [1],
-                "num_documents": 4,
-                "fails_at": [2],
-                "fails_on": 3,
-            },
-            # The later stage has other documents in the fourth step, with and without announcement.
-            **{
-                f"plan_{announces}": {
-                    **base,
-                    "worlds": [[0, 1], [2, 3]],
-                    "sizes": [1],
-                    "num_documents": 4,
-                    "announces": announces,
-                    "other_plan_on": 1,
-                    "other_plan_in": 3,
-                }
-                for announces in (False, True)
-            },
-            "limits": {**base, "other_limits_on": 2},
-            "megatron": {"config": config, "probe": "context", "is_megatron": True},
-        },
-        4,
-    )
-    # Two tensor-parallel ranks; data-parallel neighbours are two ranks apart.
-    for number, rank in enumerate(results.pop("megatron")):
-        assert rank["shared"] == [number % 2, number % 2 + 2]
-        assert (rank["counted"], rank["without"]) == ([0, 1, 2, 3], None)
-    for name in ("plan_False", "plan_True", "limits"):  # on every rank: no rank waits for ever
-        assert [bool(rank["refused"]) for rank in results.pop(name)] == [True] * 4
-    for name, ranks in results.items():
-        for rank in ranks:
-            # The same groups have the same bits on replaying and on eager ranks.
-            assert rank["equal"] == [True] * len(rank["modes"]), name
-            assert rank["put_back"] == ["its own"] * 2, name
-            assert rank["modes"] == ranks[0]["modes"], name
-            # Neighbours come from interpreters with different hashes of strings.
-            assert rank["digests"] == ranks[0]["digests"], name
-            assert rank["fallbacks"] == ranks[0]["fallbacks"], name
-    every_size_is_replayed(results["mixed"])
-    other_groups_are_refused(results["mixed"])
-    sizes_that_were_not_asked_for_are_eager(results["limited"])
-    what_one_rank_cannot_capture_is_dropped(results["fails"])
-    without_any_bank_all_is_eager(results["fails_all"])
-    what_fails_before_any_graph_stops_all(results["hooked"])
-    stages_with_different_slots_stop_together(results["stages"])
+@pytest.mark.parametrize("announces", [False, True])
+def test_stages_with_other_plans_of_a_step_stop_on_every_rank(announces: bool) -> None:
+    """No rank waits for ever, with and without an announcement."""
+    ranks = Agreeing(2)
+    refused: list[int] = []
 
+    def step(rank: int) -> None:
+        graphs = ChunkGraphs(
+            [nn.Linear(4, 4)],
+            [1],
+            backend=RecorderBackend(),
+            agree=ranks.rank(rank),
+            takes_misfits=True,
+        )
+        plan = StepPlan(misfit="", digest=7 + rank)
+        if announces:
+            graphs.announce(plan)
+        with (
+            pytest.raises(ConfigError, match="different plans for this step"),
+            graphs.step(1, plan=StepPlan() if announces else plan),
+        ):
+            pass
+        refused.append(rank)
 
-def every_size_is_replayed(ranks: RankResults) -> None:
-    for rank in ranks:
-        assert rank["modes"] == ["eager"] + ["replay"] * 5
-        assert (rank["num_slots"], rank["num_graphs"]) == ([2, 2], 2 * 2 * 2 * 3)
-        sizes = Counter(size for step in rank["sizes"][1:] for size in step)
-        replayed: Counter[int] = Counter()
-        for bank, count in rank["replays"].items():
-            replayed[int(bank.split()[1])] += count
-        assert replayed == {size: 2 * count for size, count in sizes.items()}
-        assert sizes.keys() == {1, 2, 4}
-    # In some step, ranks replay different sizes.
-    assert any(ranks[0]["sizes"][s] != ranks[3]["sizes"][s] for s in range(1, 6))
-
-
-def other_groups_are_refused(ranks: RankResults) -> None:
-    for rank in ranks:
-        announced, unannounced = rank["refusals"]
-        assert "Microbatch 0 (CP 4 with 8 tokens a rank) has another process group" in announced
-        assert "argument 'cp_group': captured" in unannounced
-
-
-def sizes_that_were_not_asked_for_are_eager(ranks: RankResults) -> None:
-    steps = list(zip(*[rank["sizes"] for rank in ranks], strict=True))
-    eager = [any(2 in sizes for sizes in step) for step in steps]
-    assert True in eager
-    for rank in ranks:
-        # Capture warmup precedes the first step with graphs.
-        first = rank["modes"].index("replay")
-        assert [mode == "eager" for mode in rank["modes"][first:]] == eager[first:]
-        own = "no graphs of CP 2 with 8 tokens a rank: they were not requested"
-        assert rank["missing"].keys() <= {own, "on another rank"}
-        assert sum(rank["missing"].values()) == rank["fallbacks"]["no graphs of a bank"]
-        assert not any(" 2 with" in bank for bank in rank["replays"])
-    assert any("on another rank" in rank["missing"] for rank in ranks)
-
-
-def what_one_rank_cannot_capture_is_dropped(ranks: RankResults) -> None:
-    for rank in ranks:
-        needs = [4 in sizes for sizes in rank["sizes"]]
-        modes = ["eager" if i == 0 or n else "replay" for i, n in enumerate(needs)]
-        assert rank["modes"] == modes
-        assert rank["missing"] == {
-            "no graphs of CP 4 with 8 tokens a rank: its capture failed": sum(needs[1:])
-        }
-        assert (rank["sessions"], rank["num_graphs"]) == (1, 2 * 2 * 2 * 2)
-    assert [len(rank["warnings"]) for rank in ranks] == [0, 1, 0, 0]
-    (warning,) = ranks[1]["warnings"]
-    assert "context_probe.py" in warning
-    assert "All ranks go on without graphs of CP 4 with 8 tokens a rank" in warning
-
-
-def without_any_bank_all_is_eager(ranks: RankResults) -> None:
-    for rank in ranks:
-        assert rank["fallbacks"] == {"capture warmup": 1, "capture failed": 2}
-        assert rank["num_graphs"] == 0
-    assert [len(rank["warnings"]) for rank in ranks] == [0, 3, 0, 0]
-
-
-def what_fails_before_any_graph_stops_all(ranks: RankResults) -> None:
-    """The other ranks do not wait for it in the first use of all communicators."""
-    for rank in ranks:
-        assert rank["fallbacks"] == {"capture warmup": 1, "capture failed": 2}
-    assert [len(rank["warnings"]) for rank in ranks] == [0, 1, 0, 0]
-    assert "there is a hook on the gradient of out.weight" in ranks[1]["warnings"][0]
-
-
-def stages_with_different_slots_stop_together(ranks: RankResults) -> None:
-    """The larger size fails on the last rank, while ranks have different numbers of graphs."""
-    assert [rank["num_slots"] for rank in ranks] == [[2, 2], [2, 2], [1, 1], [1, 1]]
-    for rank in ranks:
-        assert "replay" in rank["modes"]
-        assert not any("CP 2" in bank for bank in rank["replays"])
+    run_ranks(2, step)
+    assert sorted(refused) == [0, 1]
 
 
 @pytest.fixture
@@ -227,74 +99,6 @@ def test_a_key_is_its_group(groups: ContextGroups) -> None:
     banks.check([same, banks.keys[2]])
     with pytest.raises(ReplayMismatchError, match=r"Microbatch 1 \(CP 4 .* another process group"):
         banks.check([same, other])
-
-
-def test_a_call_of_another_bank_is_as_that_bank_would_have_it(groups: ContextGroups) -> None:
-    banks = PackedBanks.of_limits(LIMITS, groups)
-
-    def call(key: PackedBank) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        packed = pack([2, 1], key.shape)
-        total = key.shape.max_packed_tokens
-        return (torch.ones(key.num_tokens, 1, 4, requires_grad=True), None), {
-            "input_ids": torch.ones(1, key.num_tokens, dtype=torch.long),
-            "rotary_pos_emb": (torch.ones(total, 1, 1, 2), torch.ones(total, 1, 1, 2)),
-            "packed_seq_params.cu_seqlens_q_padded": torch.from_numpy(packed.cu_seqlens_padded),
-            "packed_seq_params.max_seqlen_q": total,
-            "packed_seq_params.local_cp_size": key.size,
-            "packed_seq_params.cp_group": key.group,
-            "packed_seq_params.qkv_format": "thd",
-            "padding_mask": None,
-        }
-
-    every = banks.keys
-    for source in every:
-        for target in every:
-            args, kwargs = derived_call(0, *call(source), source, target)
-            expected_args, expected = call(target)
-            assert args[0].shape == expected_args[0].shape
-            assert args[0].requires_grad
-            offsets = kwargs["packed_seq_params.cu_seqlens_q_padded"]
-            assert offsets[-1] == target.shape.max_packed_tokens
-            assert not any(offsets % target.shape.document_multiple)
-            for name, value in expected.items():
-                if isinstance(value, torch.Tensor):
-                    assert (kwargs[name].shape, kwargs[name].dtype) == (value.shape, value.dtype)
-                elif isinstance(value, tuple):
-                    assert [v.shape for v in kwargs[name]] == [v.shape for v in value]
-                else:
-                    assert kwargs[name] is value or kwargs[name] == value, (name, source, target)
-    with pytest.raises(ConfigError, match="Chunk 0 takes mask of shape"):
-        derived_call(0, (torch.ones(8, 1),), {"mask": torch.ones(32, 2)}, every[0], every[2])
-
-
-class _Attention(nn.Module):
-    """The used part of Megatron's attention; records the group of its RoPE."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.core_attention = nn.Identity()
-        self.pg_collection = SimpleNamespace(cp="the model's", tp="as it is")
-        self.seen: list[tuple[Any, Any]] = []
-
-    def forward(self, x: torch.Tensor, *, packed_seq_params: Any = None) -> torch.Tensor:
-        self.seen.append((self.pg_collection.cp, self.pg_collection.tp))
-        return x
-
-
-def test_attention_turns_with_the_group_of_the_call() -> None:
-    attention = _Attention()
-    model = nn.Sequential(attention)
-    own = attention.pg_collection
-    undo = follow_groups([model])
-    for group in ("of four", None, "of two", "of four"):
-        attention(torch.ones(1), packed_seq_params=SimpleNamespace(cp_group=group))
-    attention(torch.ones(1))
-    undo()
-    assert attention.pg_collection is own
-    attention(torch.ones(1), packed_seq_params=SimpleNamespace(cp_group="of four"))
-    groups = ["of four", "the model's", "of two", "of four", "the model's", "the model's"]
-    assert attention.seen == [(group, "as it is") for group in groups]
-    assert own.cp == "the model's"
 
 
 def test_the_announcements_of_a_step(groups: ContextGroups) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from context_sizes import check_sizes
-from packed_cases import GPU_MODEL
+from context_sizes import check_sizes, packing_of
+from packed_cases import EXPERTS, LATENT, gpu_case
 from training_needs import NEEDS_ENGINE
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(300), NEEDS_ENGINE]
@@ -32,33 +32,19 @@ def make_case(make_config: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
         captured: tuple[int, ...] = (),
         seq_buckets: tuple[int, ...] = (),
         num_steps: int = _STEPS,
-        capture: dict[str, Any] | None = None,
-        options: dict[str, Any] | None = None,
-        model: dict[str, Any] | None = None,
-        moe: dict[str, Any] | None = None,
-        **pipeline: Any,
+        **more: Any,
     ) -> dict[str, Any]:
-        config = make_config(
-            model={**GPU_MODEL, "seq_length": _ROWS, **(model or {})},
-            pipeline=pipeline,
-            train={
-                "num_microbatches": [counts[i % len(counts)] for i in range(num_steps)],
-                "micro_batch_size": 1,
-                "lr": 2e-5,
-            },
-            packing={
-                "max_packed_seqs": 8,
-                "max_packed_tokens": _ROWS,
-                "context_parallel_sizes": sizes,
-                "context_parallel_schedule": schedule,
-                "captured_context_parallel_sizes": list(captured),
-                "seq_buckets": list(seq_buckets),
-            },
-            capture=capture or {},
-            moe=moe or {},
-            run={"timeout_s": 100},
+        return gpu_case(
+            None,
+            make_config,
+            "attention",
+            [counts[i % len(counts)] for i in range(num_steps)],
+            train={"lr": 2e-5, "deterministic": False},
+            packing=packing_of(
+                sizes, _ROWS, schedule=schedule, captured=captured, seq_buckets=seq_buckets
+            ),
+            **more,
         )
-        return {"config": {**config, "device": "cuda"}, "transformer_options": options or {}}
 
     return make
 
@@ -76,46 +62,18 @@ def run_sizes(run_equal: Callable[..., Any]) -> Callable[..., dict[str, dict[str
     return run
 
 
-# Keys as wide as values, so that attention needs no padding of heads.
-_LATENT = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 64,
-    "qk_head_dim": 32,
-    "qk_pos_emb_head_dim": 32,
-    "v_head_dim": 64,
-}
-_EXPERTS = {
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "moe_ffn_hidden_size": 128,
-    "moe_expert_capacity_factor": 2.0,
-    "moe_aux_loss_coeff": 0.01,
-    "moe_z_loss_coeff": 0.001,
-}
-
-
-@pytest.mark.multigpu
-def test_a_hundred_steps(
-    run_sizes: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
-) -> None:
-    """All values are finite, and there is one capture."""
-    small = {"model": {"num_layers": 2}, "data_parallel_size": 2, "num_steps": 100}
-    cases = {
-        "dense": make_case([1, 2], capture={"scope": "chunk"}, **small),
-        "latent_experts": make_case([1, 2], moe=_EXPERTS, options=_LATENT, **small),
-    }
-    run_sizes(cases, 2)
+_EXPERTS = {**EXPERTS, "moe_ffn_hidden_size": 128, "moe_expert_capacity_factor": 2.0}
 
 
 @pytest.mark.multigpu
 def test_latent_attention_and_experts(
     run_sizes: Callable[..., Any], make_case: Callable[..., dict[str, Any]]
 ) -> None:
-    """Experts on several ranks, both position embeddings, and a size without graphs."""
+    """Experts on one and several ranks, both position embeddings, and a size without graphs."""
     small = {"model": {"num_layers": 2}, "data_parallel_size": 2, "num_steps": 9}
-    unfused = {**_LATENT, "apply_rope_fusion": False}
+    unfused = {**LATENT, "apply_rope_fusion": False}
     cases = {
+        "latent_experts": make_case([1, 2], moe=_EXPERTS, options=LATENT, **small),
         "ep2": make_case(
             [1, 2],
             moe={**_EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss"},
@@ -123,7 +81,7 @@ def test_latent_attention_and_experts(
             capture={"scope": "chunk", "verify": "poison"},
             **small,
         ),
-        "limited": make_case([1, 2], captured=(2,), options=_LATENT, **small),
+        "limited": make_case([1, 2], captured=(2,), options=LATENT, **small),
         "unfused": make_case([1, 2], options=unfused, capture={"scope": "chunk"}, **small),
     }
     run_sizes(cases, 2)

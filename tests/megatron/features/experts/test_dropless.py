@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from expert_cases import BIASED, EXPERTS, GROUPED, OVERLAP, case
+from expert_cases import BIASED, EXPERTS, GROUPED, OVERLAP, case, check_random_steps
 from extended_config import config_from_mapping
 from packed_cases import all_but_the_first_replay
 from small_settings import RECOMPUTED
 
-from chunkgraph.megatron.features.experts.dropless import BoundedSinkhorn
-from chunkgraph.megatron.features.experts.room import Room
 from chunkgraph.trainer.trained_model import TrainedModel
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
@@ -273,124 +270,4 @@ def test_random_steps_with_too_little_room_are_equal_to_eager_training(
             cases[name]["budget"] = 0.8
     results = run_cases(cases, num_ranks, timeout_s=250.0)
     for name in names:
-        num_steps = _RANDOM[name][-1]
-        for rank in results[name]:
-            assert rank["differing"] == []
-            assert len(rank["reruns"]) > num_steps // 10
-            assert rank["recaptures"] == len(rank["reruns"])
-            assert rank["replays"] > num_steps // 2
-            assert rank["dropped"] == 0
-
-
-@pytest.mark.slow
-def test_room_grows_as_long_as_loads_do(
-    run_cases: Callable[..., Any], make_config: Callable[..., Any]
-) -> None:
-    """A recapture follows every step over its room, until a rank has room for all tokens.
-
-    In shadow mode the replays of these steps, which differ from eager passes, are no error.
-    """
-    cases = {}
-    for verify in ("none", "shadow"):
-        config = case(
-            make_config,
-            {**BIASED, "num_moe_experts": 8, "moe_router_topk": 2},
-            model={"num_layers": 1, "seq_length": 64, "hidden_dropout": 0.0},
-            counts=(2,),
-            pipeline=_SPREAD,
-            capture={"verify": verify},
-        )
-        cases[verify] = {**config, "probe": "dropless", "num_steps": 12, "is_growing": True}
-    results = run_cases(cases, 2)
-    for rank in (rank for ranks in results.values() for rank in ranks):
-        assert rank["differing"] == []
-        assert rank["recaptures"] == len(rank["reruns"]) > 3
-        assert max(rank["reruns"]) < 10
-        # From each of two ranks: two experts of each of 128 tokens.
-        assert rank["dispatch"].endswith("room for 512 rows")
-
-
-@pytest.mark.slow
-def test_without_megatrons_overlap_bits_change_only_of_an_embedding_used_for_prediction(
-    run_cases: Callable[..., Any], make_config: Callable[..., Any]
-) -> None:
-    """The launcher turns it off, and refuses it for such an embedding."""
-    make, half = make_config, {"params_dtype": "bfloat16"}
-    tied = {**half, "untie_embeddings_and_output_weights": False}
-    predicting = {"mtp_num_layers": 1}
-    same = {
-        "ep2": case(make, BIASED, model=half, pipeline=_SPREAD),
-        "tied": case(make, BIASED, model=tied, pipeline=_SPREAD),
-    }
-    other = {
-        "predicting": case(make, BIASED, model=half, pipeline=_SPREAD, options=predicting),
-    }
-    spread = {"counts": (2,), "pipeline": _INTERLEAVED}
-    staged = {
-        "tied": case(make, BIASED, model={**tied, "num_layers": 4}, **spread),
-        "predicting": case(
-            make, BIASED, model={**half, "num_layers": 4}, options=predicting, **spread
-        ),
-    }
-    stages = _overlapped(run_cases, staged, 4)
-    assert stages == {name: [[]] * 4 for name in staged}
-    results = _overlapped(run_cases, {**same, **other}, 2)
-    assert [results[name] for name in same] == [[[], []]] * 2
-    kinds = ("eager", "graphs")
-    embedding = "chunk 0: module.module.embedding.word_embeddings.weight"
-    for name in other:
-        assert all(
-            rank == [f"{kind}, step {step}: {embedding}" for kind in kinds for step in range(2)]
-            for rank in results[name]
-        )
-
-
-def _overlapped(
-    run_cases: Callable[..., Any], cases: dict[str, Any], num_ranks: int
-) -> dict[str, list[list[str]]]:
-    probed = {name: {**of_name, "probe": "overlap"} for name, of_name in cases.items()}
-    results: dict[str, list[list[str]]] = run_cases(probed, num_ranks)
-    return results
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "balancing", "counted"),
-    [
-        (2, "aux_loss", "dispatches without room for all rows"),
-        (1, ["sinkhorn"], "routers without enough rounds of Sinkhorn"),
-        (
-            2,
-            "sinkhorn",
-            "dispatches without room for all rows or routers without enough rounds of Sinkhorn",
-        ),
-    ],
-)
-def test_a_rerun_names_what_lacked_room(num_ranks: int, balancing: Any, counted: str) -> None:
-    config = SimpleNamespace(
-        num_moe_experts=4,
-        moe_router_topk=2,
-        expert_model_parallel_size=num_ranks,
-        moe_router_load_balancing_type=balancing,
-    )
-    assert Room(config).lacking == counted
-
-
-def test_sinkhorn_ends_where_megatrons_does() -> None:
-    """Few and many rounds; a lack of rounds is reported."""
-    from megatron.core.transformer.moe.moe_utils import sinkhorn
-
-    torch.manual_seed(1)
-    for spread, is_short in ((0.1, False), (1.0, False), (4.0, True)):
-        flags: list[bool] = []
-        bounded = BoundedSinkhorn(lambda flag, flags=flags: flags.append(bool(flag)))  # type: ignore[misc]
-        cost = torch.randn(32, 4) * spread
-        result = bounded(cost)
-        assert flags == [is_short]
-        assert torch.equal(result, sinkhorn(cost)) is not is_short
-        bounded.num_rounds *= 8
-        assert torch.equal(bounded(cost), sinkhorn(cost))
-        assert flags[1:] == [False]
-    bounded.num_rounds = 2
-    nan = bounded(torch.full((3, 2), float("nan")))
-    assert nan.isnan().all()
-    assert flags[-1] is False
+        check_random_steps(results[name], _RANDOM[name][-1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ from chunkgraph.megatron.features.experts.dropless_rows import (
     ChosenRows,
     DeviceSplits,
     padded_rows,
-    paired_rows,
 )
 from chunkgraph.megatron.features.experts.grouped_gemm import (
     GroupedGemm,
@@ -49,43 +47,6 @@ def test_rows_have_room_for_the_load_and_for_no_more_than_all() -> None:
     room.give(9 * LOAD_OF)
     assert room.rows(32, 64) == 64
     assert Room(config).factor == math.inf
-
-
-def _loop(
-    rows: torch.Tensor, ends: Sequence[int], weights: Sequence[Any], biases: Sequence[Any]
-) -> torch.Tensor:
-    begins = [0, *ends[:-1]]
-    pieces = zip(begins, ends, weights, biases, strict=True)
-    return torch.cat([rows[a:z] @ w.t() + b for a, z, w, b in pieces])
-
-
-@pytest.mark.parametrize("ends", [(2, 2, 6), (0, 0, 0), (0, 8, 8), (3, 5, 7)])
-def test_products_replay_with_other_ends(ends: tuple[int, ...]) -> None:
-    """Replays have other ends than the recording; rows after the ends are never read."""
-    torch.manual_seed(1)
-    experts, width, out = _SIZES
-    weights = [torch.nn.Parameter(torch.randn(out, width)) for _ in range(experts)]
-    biases = [torch.nn.Parameter(torch.randn(_SIZES[2])) for _ in weights]
-    rows = torch.randn(8, _SIZES[1], requires_grad=True)
-    places = torch.tensor([1, 4, 8], dtype=torch.int32)
-    grads = torch.randn(8, _SIZES[2])
-    gemm = GroupedGemm()
-    backend = RecorderBackend()
-    leaves = [rows, *weights, *biases]
-    with backend.capture("products", backend.new_pool("all")) as graph:
-        splits = DeviceSplits(places)
-        out = grouped_linear(gemm, rows, splits, weights)
-        out = out + add_biases(gemm, rows.shape[0], splits, biases)
-        gradients = torch.autograd.grad(out, leaves, grads)
-    places.copy_(torch.tensor(ends))
-    rows.data[ends[-1] :] = float("nan")
-    grads[ends[-1] :] = float("nan")
-    graph.replay()
-    expected = _loop(rows, ends, weights, biases)
-    assert torch.equal(out[: ends[-1]], expected)
-    of_loop = torch.autograd.grad(expected, leaves, grads[: ends[-1]])
-    assert torch.equal(gradients[0][: ends[-1]], of_loop[0][: ends[-1]])
-    assert all(map(torch.equal, gradients[1:], of_loop[1:]))
 
 
 @pytest.mark.parametrize("ends", [(2, 2, 6), (0, 0, 0), (0, 8, 8), (3, 5, 7), (4, 8, 8)])
@@ -179,19 +140,6 @@ def test_experts_in_reverse_order_have_the_same_bits_and_copy_no_weight(num_rows
         of_order.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
     if num_rows >= 32:  # else other rows have no room
         assert all(map(torch.equal, *of_order))
-
-
-def test_pieces_of_ranks_are_sorted_in_reverse_order_of_experts() -> None:
-    counts = torch.tensor([[2, 0, 1], [1, 3, 2]])  # of two ranks, three experts
-    rows = torch.arange(1, 13)  # pieces of 6 rows; the last 3 of the first are unused
-    for are_reversed, expected in (
-        (False, [1, 2, 7, 8, 9, 10, 3, 11, 12]),
-        (True, [3, 11, 12, 8, 9, 10, 1, 2, 7]),
-    ):
-        shuffle, splits = paired_rows(counts, 6, are_reversed=are_reversed)
-        moved = shuffle.move(rows)
-        assert moved[: splits.ends[-1]].tolist() == expected
-        assert shuffle.move_back(moved).tolist() == [1, 2, 3, 0, 0, 0, *range(7, 13)]
 
 
 def test_experts_without_rows_get_no_gradient() -> None:

@@ -24,6 +24,7 @@ pytestmark = [
 ]
 
 COUNTS = [4, 6, 8, 3] * 7 + [4, 6]
+SIX = [4, 2, 3, 6, 5, 1]
 ROWS = 1024
 LATENT = {
     "multi_latent_attention": True,
@@ -110,58 +111,52 @@ def _check(result: dict[str, Any], most: float) -> None:
     assert all(0 < pages < most * without for pages, without in pairs)
 
 
-@pytest.mark.multigpu
-def test_experts_on_two_ranks(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """Thirty steps whose numbers of microbatches change."""
-    case = make_case(COUNTS, data_parallel_size=2, expert_model_parallel_size=2)
-    _check(run_equal({"moonlight": case}, 2, timeout_s=480.0)["moonlight"], most=0.9)
+EP2 = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 6}
+# Each microbatch is on one rank or both, while experts stay on two.
+SIZES = {
+    "context_parallel_sizes": [1, 2],
+    "context_parallel_schedule": "random",
+    "max_packed_tokens": ROWS,
+}
+ONE, TWO, FOUR = pytest.mark.gpu, pytest.mark.multigpu, pytest.mark.multigpu(4)
 
 
-@pytest.mark.multigpu
-def test_rows_after_the_documents_are_sent_nowhere(
-    run_equal: Callable[..., Any], make_case: Case
+@pytest.mark.parametrize(
+    ("options", "num_ranks", "most"),
+    [
+        # A group of one rank; every token stays here.
+        pytest.param({"counts": [4, 6, 2, 3], "factor": 1.0}, 1, 1.6, marks=ONE, id="one"),
+        pytest.param({"counts": COUNTS, **EP2}, 2, 0.9, marks=TWO, id="ep2"),
+        # A document fills little more than half of the rows; no other rows are sent or stashed:
+        # 0.55 x 1.1 / 2 of rows for twice all tokens; with all rows it would be 0.55.
+        pytest.param(
+            {"counts": [4, 2, 3, 6], "lengths": range(520, 600), **EP2},
+            *(2, 0.45),
+            marks=TWO,
+            id="padding",
+        ),
+        # DeepEP's buffer has the size of the longest.
+        pytest.param(
+            {"counts": SIX, "lengths": [200, 900], "packing": {"buckets": [0.5]}, **EP2},
+            *(2, 0.9),
+            marks=TWO,
+            id="buckets",
+        ),
+        pytest.param({"counts": SIX, "packing": SIZES, **EP2}, 2, 1.2, marks=TWO, id="sizes"),
+        pytest.param({"counts": COUNTS, **PP2, **EP2}, 4, 0.9, marks=FOUR, id="pp2_ep2"),
+    ],
+)
+def test_training_equals_eager(
+    run_equal: Callable[..., Any],
+    make_case: Case,
+    options: dict[str, Any],
+    num_ranks: int,
+    most: float,
 ) -> None:
-    """A document fills little more than half of the rows; no other rows are stashed."""
-    ranks = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
-    case = make_case([4, 2, 3, 6], range(520, 600), **ranks)
-    # 0.55 x 1.1 / 2 of rows for twice all tokens; with all rows it would be 0.55.
-    _check(run_equal({"padding": case}, 2, timeout_s=280.0)["padding"], most=0.45)
-
-
-@pytest.mark.multigpu
-def test_rows_of_several_lengths(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """DeepEP's buffer has the size of the longest."""
-    ranks = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
-    case = make_case([4, 2, 3, 6, 5, 1], [200, 900], packing={"buckets": [0.5]}, **ranks)
-    result = run_equal({"buckets": case}, 2, timeout_s=280.0)["buckets"]
-    _check(result, most=0.9)
-    assert all(len(replays) == 2 and all(replays.values()) for replays in result["replays_of_bank"])
-
-
-@pytest.mark.multigpu
-def test_context_parallel_sizes_of_their_own(
-    run_equal: Callable[..., Any], make_case: Case
-) -> None:
-    """Each microbatch is on one rank or both, while experts stay on two."""
-    ranks = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
-    packing = {"context_parallel_sizes": [1, 2], "context_parallel_schedule": "random"}
-    case = make_case([4, 2, 3, 6, 5, 1], packing={**packing, "max_packed_tokens": ROWS}, **ranks)
-    result = run_equal({"sizes": case}, 2, timeout_s=280.0)["sizes"]
-    _check(result, most=1.2)
-    assert all(len(replays) == 2 and all(replays.values()) for replays in result["replays_of_bank"])
-
-
-@pytest.mark.multigpu(4)
-def test_two_stages_and_experts_on_two_ranks(
-    run_equal: Callable[..., Any], make_case: Case
-) -> None:
-    ranks = {"data_parallel_size": 2, "expert_model_parallel_size": 2}
-    case = make_case(COUNTS, pipeline_model_parallel_size=2, num_layers=6, **ranks)
-    _check(run_equal({"pp2_ep2": case}, 4, timeout_s=480.0)["pp2_ep2"], most=0.9)
-
-
-@pytest.mark.gpu
-def test_one_gpu(run_equal: Callable[..., Any], make_case: Case) -> None:
-    """A group of one rank; every token stays here."""
-    case = make_case([4, 6, 2, 3], factor=1.0)
-    _check(run_equal({"one": case}, 1, timeout_s=280.0)["one"], most=1.6)
+    """Up to thirty steps whose numbers of microbatches change."""
+    result = run_equal({"it": make_case(**options)}, num_ranks, timeout_s=480.0)["it"]
+    _check(result, most)
+    if "packing" in options:
+        every_rank = result["replays_of_bank"]
+        assert all(len(replays) == 2 and all(replays.values()) for replays in every_rank)

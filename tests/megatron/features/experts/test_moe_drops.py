@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from extended_config import config_from_mapping
-from in_process import Trained, attach
+from in_process import Trained
 from refused import refused
 
 from chunkgraph.errors import ReplayMismatchError, TokenDropError
@@ -255,24 +255,6 @@ def test_what_a_graph_cannot_hold_of_experts_is_refused_by_name(
     (refusal,) = refused(MOE_RULES, {**_HOLDS, **changes})
 
     assert re.search(message, refusal), refusal
-
-
-def test_a_refused_attach_leaves_the_model_as_it_was(one_rank: Any, make_config: Any) -> None:
-    from megatron.core.transformer.moe import router
-
-    run = _Run(one_rank, _make(make_config, moe_expert_capacity_factor=1.0), [], None)
-
-    def hooks() -> list[Any]:
-        modules = list(run.chunks[0].modules())
-        counts = [(len(m._forward_pre_hooks), len(m._forward_hooks)) for m in modules]
-        return [*counts, router.apply_router_token_dropping]
-
-    before = hooks()
-    with pytest.raises(ValueError, match=r"num_slots is \(1, 1\) for 1 chunks"):
-        attach(run.chunks, num_slots=(1, 1))
-    assert hooks() == before
-    attach(run.chunks).detach()
-    assert hooks() == before
 
 
 # Counts of rows without room, and the heaviest load.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,15 +53,6 @@ _CASES: dict[str, dict[str, Any]] = {
     "dropless_sharded": {**_BIASED, "moe_expert_capacity_factor": None},
 }
 _OPTIONS = {"by_position": {"moe_token_drop_policy": "position"}}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread, since more slow down tensors this small."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(autouse=True)
@@ -312,27 +303,6 @@ def test_a_release_whose_routers_know_no_padding_is_refused_by_name(
     monkeypatch.setattr(TopKRouter, "forward", forward)
     with pytest.raises(ConfigError, match=r"megatron-core 0\.\d+.*TopKRouter take no padding_mask"):
         _Model(one_rank, make_config, {})
-
-
-def test_detach_leaves_everything_as_it_was(one_rank: Any, make_config: Any) -> None:
-    from megatron.core.transformer.moe import router, token_dispatcher
-
-    gathering = token_dispatcher.MoEAllGatherTokenDispatcher
-
-    def state() -> list[Any]:
-        return [
-            router.apply_router_token_dropping,
-            router.topk_routing_with_score_function,
-            gathering.dispatch_postprocess,
-        ]
-
-    before = state()
-    model = _Model(one_rank, make_config, {})
-    assert not any(a is b for a, b in zip(state(), before, strict=True))
-    model.close()
-    assert all(a is b for a, b in zip(state(), before, strict=True))
-    for module in model.chunk.modules():
-        assert not (type(module).__name__ in ("MoELayer", "TopKRouter") and module._forward_hooks)
 
 
 def test_no_step_is_announced_while_one_runs_that_may_run_again(

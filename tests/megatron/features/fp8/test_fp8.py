@@ -12,12 +12,8 @@ import torch
 from extended_config import config_from_mapping
 from in_process import Trained
 
-from chunkgraph.engine import CaptureOptions
 from chunkgraph.errors import CaptureError
-from chunkgraph.megatron import attach
-from chunkgraph.megatron.features.fp8 import reset_fp8
-from chunkgraph.trainer.model import build_model, build_optimizer, zero_gradients
-from chunkgraph.trainer.setup import seed_everything
+from chunkgraph.trainer.model import build_optimizer, zero_gradients
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(120)]
 
@@ -182,40 +178,3 @@ def test_a_cache_made_in_a_capture_is_refused(
     monkeypatch.setattr(stand_in.QuantizedColumn, "forward", forgetful)
     with pytest.raises(CaptureError, match=r"QuantizedColumn.*, weight allocated its cached FP8"):
         _losses(one_rank, config, "tensorwise", graphs=True, kinds="tt")
-
-
-def test_a_session_leaves_no_trace(
-    one_rank: Any, make_config: Callable[..., Any], stand_in: Any
-) -> None:
-    """Not in histories, scales, or the layers' flags of the first microbatch."""
-    seed_everything(1, one_rank)
-    config = config_from_mapping(make_config(model=_MODEL))
-    options = {"fp8": "hybrid", "fp8_recipe": "delayed"}
-    chunks = build_model(config, one_rank, transformer_options=options)
-    graphs = attach(chunks, scope="block", options=CaptureOptions())
-    hidden = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    mask = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
-    block = chunks[0].module.decoder
-    with graphs.engine.step(1):
-        block(hidden_states=hidden, attention_mask=mask).sum().backward()
-    state = stand_in.FP8GlobalStateManager.quantization_state
-    layers = [m for m in block.modules() if hasattr(m, "is_first_microbatch")]
-    chunks[0].set_is_first_microbatch()
-
-    def now() -> list[Any]:
-        buffers = (state.global_amax_history_buffer, state.global_scale_buffer)
-        tensors = [t.tolist() for b in buffers for key in sorted(b) for t in b[key]]
-        return [*tensors, state.skip_fp8_weight_update_tensor] + [
-            m.is_first_microbatch for m in layers
-        ]
-
-    before = now()
-    assert any(isinstance(x, list) and x[0] != 1.0 for x in before)
-    with graphs.engine.step(1):
-        assert graphs.counters.captures == 1
-        assert now() == before
-        block(hidden_states=hidden, attention_mask=mask).sum().backward()
-    assert not any(m.is_first_microbatch for m in layers)
-    assert now() != before
-    graphs.detach()
-    reset_fp8()

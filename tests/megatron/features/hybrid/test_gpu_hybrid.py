@@ -11,18 +11,16 @@ configuration of each kernel instead of the fastest one of this run (or, with Tr
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mamba_needs
 import pytest
-from packed_cases import all_but_the_first_replay
+from packed_cases import all_but_the_first_replay, gpu_case
 from training_needs import NEEDS_ENGINE
 
 _CHUNK = {"scope": "chunk"}
-_ROWS = 256
 # Documents that begin at a block of Mamba's kernels.
 _APART = {"pad_seq_to_mult": 128, "max_packed_tokens": 512}
 # No multiple of the 64 rows whose documents causal-conv1d reads at once.
@@ -40,53 +38,28 @@ def _needs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAMBA_DETERMINISTIC", "1")
 
 
-def _case(
-    text: Path,
-    make_config: Callable[..., Any],
-    pattern: str,
-    counts: list[int],
-    capture: dict[str, Any],
-    *,
-    packed: bool = False,
-    model: dict[str, Any] | None = None,
-    packing: dict[str, Any] | None = None,
-    **pipeline: Any,
-) -> dict[str, Any]:
-    """Make a bfloat16 model; ``packed`` on documents of 30 to 150 tokens, two to seven in 256."""
-    sections: dict[str, Any] = {}
-    if packed:
-        sections = {
-            "data": {"path": str(text)},
-            "packing": {"max_packed_seqs": 9, **(packing or {})},
-        }
-    config = make_config(
-        model={
-            "layer_spec": "transformer_engine",
-            "num_layers": len(pattern.replace("|", "")),
-            "hybrid_layer_pattern": pattern,
-            "hidden_size": 256,
-            "ffn_hidden_size": 512,
-            "seq_length": _ROWS,
-            "normalization": "RMSNorm",
-            "swiglu": True,
-            "params_dtype": "bfloat16",
-            "mamba_state_dim": 64,
-            "mamba_head_dim": 64,
-            "mamba_num_groups": 4,
-            **(model or {}),
-        },
-        pipeline=pipeline,
-        train={"num_microbatches": counts, "micro_batch_size": 1, "deterministic": True},
-        capture=capture,
-        run={"timeout_s": 150},
-        **sections,
-    )
-    return {"config": {**config, "device": "cuda"}}
-
-
 @pytest.fixture
 def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Path]) -> Case:
-    return functools.partial(_case, write_documents(range(29, 150), 200), make_config)
+    """Return a maker of cases, packed ones on documents of 30 to 150 tokens."""
+    text = write_documents(range(29, 150), 200)
+
+    def make(
+        pattern: str,
+        counts: list[int],
+        capture: dict[str, Any],
+        *,
+        packed: bool = False,
+        model: dict[str, Any] | None = None,
+        **more: Any,
+    ) -> dict[str, Any]:
+        layers = {"hybrid_layer_pattern": pattern, "num_layers": len(pattern.replace("|", ""))}
+        model = {**layers, **(model or {})}
+        case = gpu_case(text, make_config, "hybrid", counts, capture=capture, model=model, **more)
+        if not packed:
+            del case["config"]["packing"], case["config"]["data"]
+        return case
+
+    return make
 
 
 @pytest.mark.gpu

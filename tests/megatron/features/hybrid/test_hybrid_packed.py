@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,9 @@ from extended_config import config_from_mapping
 from in_process import attach
 from packed_cases import SMALL_HYBRID
 from packed_flights import differing, packed_batch, run_eager, run_flight
-from refused import refused
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.features.contexts.feature import Contexts
 from chunkgraph.megatron.features.hybrid import (
-    Hybrid,
-    mamba_mixers_of,
-    packed_mamba_rows,
     rows_after_documents,
 )
 from chunkgraph.packing import PackedShape, pack
@@ -41,24 +35,14 @@ _PACKINGS: list[Packings] = [
 
 
 @pytest.fixture
-def pattern() -> str:
-    return "M*M-"
-
-
-@pytest.fixture
-def spec() -> str:
-    return "packed"
-
-
-@pytest.fixture
-def chunks(one_rank: Any, make_config: Any, spec: str, pattern: str) -> list[Any]:
+def chunks(one_rank: Any, make_config: Any) -> list[Any]:
     """Make a hybrid model whose backward reads the starts of documents, as kernels on a GPU do."""
     config = config_from_mapping(
         make_config(
             model={
-                "layer_spec": f"mamba_stand_in:{spec}",
-                "hybrid_layer_pattern": pattern,
-                "num_layers": len(pattern),
+                "layer_spec": "mamba_stand_in:packed",
+                "hybrid_layer_pattern": "M*M-",
+                "num_layers": 4,
                 **SMALL_HYBRID,
             },
             train={"micro_batch_size": 1},
@@ -120,24 +104,6 @@ def test_packings_never_seen_at_capture(flight: Flight) -> None:
     assert flight.graphs.counters.replays == 8
 
 
-def _rows_of_slots(flight: Flight) -> list[torch.Tensor]:
-    (slots,) = flight.graphs.engine._captured.slots
-    return [
-        t for slot in slots for t in slot.inputs.tensors if t.dtype == torch.int32 and t.dim() == 2
-    ]
-
-
-@only_block
-def test_the_document_of_each_row_is_an_input_of_the_slot(flight: Flight) -> None:
-    if not hasattr(flight.batch([1])["packed_seq_params"], "seq_idx"):
-        pytest.skip("in this release mixers number the rows themselves")
-    for packings in _PACKINGS[:3]:
-        flight.step(packings)
-    rows = _rows_of_slots(flight)
-    assert [t.tolist() for t in rows] == [[[0] + [1] * 13], [[0] * 7 + [1] * 7]]
-    assert rows[0].data_ptr() != rows[1].data_ptr()
-
-
 def test_documents_of_rows_have_room_after_them(
     flight: Flight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,26 +152,6 @@ def test_mamba_layers_know_the_documents(flight: Flight) -> None:
 
 
 @pytest.mark.every_release
-def test_the_rows_of_earlier_releases_are_the_same_without_the_host(chunks: list[Any]) -> None:
-    """Also with empty sequences in the middle and a tail."""
-    from types import SimpleNamespace
-
-    (mixer,) = mamba_mixers_of(chunks[0].modules())[:1]
-    if not hasattr(mixer, "_create_packed_seq_idx"):
-        pytest.skip("this release receives the rows")
-    for offsets, padded in (([0, 3, 3, 9, 9], None), ([0, 3, 9, 9], [0, 4, 12, 24])):
-        params = SimpleNamespace(
-            cu_seqlens_q=torch.tensor(offsets, dtype=torch.int32),
-            cu_seqlens_q_padded=None if padded is None else torch.tensor(padded).int(),
-        )
-        expected = mixer._create_packed_seq_idx(params, 24)
-        with packed_mamba_rows():
-            seq_idx = mixer._create_packed_seq_idx(params, 24)
-        assert seq_idx.dtype == expected.dtype
-        assert torch.equal(seq_idx, expected)
-
-
-@pytest.mark.every_release
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -221,15 +167,6 @@ def test_what_cannot_be_captured_is_named(chunks: list[Any], change: Any, messag
     with pytest.raises(ConfigError, match=message):
         attach(chunks, packing=_SHAPE)
     assert "forward" not in chunks[0].module.decoder.__dict__
-
-
-def test_sizes_that_change_are_refused(chunks: list[Any]) -> None:
-    facts = Hybrid.facts(SimpleNamespace(chunks=chunks))  # type: ignore[arg-type]
-    config = vars(chunks[0].module.config)
-    rules = (*Hybrid.rules, *Contexts.rules)
-    (refusal,) = refused(rules, config, **facts, context_parallel_sizes=(1, 2))
-    assert "packing=PackedBanks.of_limits(...) with hybrid model: a Mamba mixer" in refusal
-    assert refused(rules, {**config, "context_parallel_size": 2}, **facts) == []
 
 
 # Mamba layers clear the rows after packed documents.

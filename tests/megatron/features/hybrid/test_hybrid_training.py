@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from packed_cases import SMALL_HYBRID, all_but_the_first_replay
+from packed_cases import all_but_the_first_replay, cpu_case
 from small_settings import RECOMPUTED
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(150)]
@@ -35,38 +35,30 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
         vpp: int | None = None,
         packed: bool = False,
         model: dict[str, Any] | None = None,
-        capture: dict[str, Any] | None = None,
         packing: dict[str, Any] | None = None,
-        moe: dict[str, Any] | None = None,
-        **pipeline: Any,
+        **more: Any,
     ) -> dict[str, Any]:
-        sections: dict[str, Any] = {"moe": moe or {}}
-        if packed:
-            sections["data"] = {"path": str(path)}
-            sections["packing"] = {
-                "max_packed_seqs": 8,
-                "max_packed_tokens": _TOKENS,
-                **(packing or {}),
-            }
-        config = make_config(
+        case = cpu_case(
+            path,
+            make_config,
+            "hybrid",
+            counts,
             model={
-                **SMALL_HYBRID,
                 "seq_length": 6,
                 "num_layers": len(pattern.replace("|", "")),
                 "hybrid_layer_pattern": pattern,
                 "layer_spec": f"mamba_stand_in:{'packed' if packed else 'local'}",
                 **(model or {}),
             },
-            pipeline={
-                "pipeline_model_parallel_size": pp,
-                "virtual_pipeline_model_parallel_size": vpp,
-                **pipeline,
-            },
-            train={"num_microbatches": counts, "micro_batch_size": 1 if packed else 2},
-            capture=capture or {},
-            **sections,
+            packing={"max_packed_seqs": 8, "max_packed_tokens": _TOKENS, **(packing or {})},
+            train={"micro_batch_size": 1 if packed else 2},
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vpp,
+            **more,
         )
-        return {"config": config}
+        if not packed:
+            del case["config"]["packing"], case["config"]["data"]
+        return case
 
     return make
 

@@ -58,16 +58,6 @@ def _announce(
     return plans.announce(StepInputs(packings, misfit, rows))[0]
 
 
-def test_sizes_are_parts_or_tokens() -> None:
-    assert list(_buckets().by_rows) == [32, 16, 8]
-    assert list(PackedBanks(_SHAPE.buckets([0.3], multiple_of=4)).by_rows) == [32, 12]
-    assert list(PackedBanks(_SHAPE.buckets([1, 32])).by_rows) == [32]
-    assert [s.max_packed_seqs for s in _buckets().shapes] == [5, 5, 5]
-    for bad in (0, -0.5, 1.5, 33):
-        with pytest.raises(PackingError, match="A bucket of"):
-            _SHAPE.buckets([bad])
-
-
 def test_lengths_are_those_that_ranks_can_share() -> None:
     shape = PackedShape(5, 64, context_parallel_size=2)
     for settings, expected in (
@@ -84,16 +74,6 @@ def test_lengths_are_those_that_ranks_can_share() -> None:
     with pytest.raises(PackingError, match=r"tokens is 48.* use a multiple of 32"):
         PackedBanks.of_model(PackingOptions(other, [0.5]), fp8)
     assert list(PackedBanks.of_model(other, fp8).by_rows) == [48]
-
-
-def test_each_takes_the_smallest_that_holds_it() -> None:
-    packings = [[8], [8, 1], [16, 1], [1, 1, 1, 1, 1], [40]]
-    assert _buckets().choose(packings) == [8, 16, 32, 32, 32]
-
-    def agree(values: Any) -> list[int]:
-        return [max(v, 16) for v in values]
-
-    assert _buckets().choose(packings, agree) == [16, 16, 32, 32, 32]
 
 
 def test_no_sequence_of_another_bucket_is_longer_than_its_rows() -> None:

@@ -107,26 +107,12 @@ def test_two_ranks(run_equal: Callable[..., Any], make: Make) -> None:
         ),
     }
     if not mamba_needs.missing_kernels():
-        cases["hybrid_pp2"] = make("hybrid", flying, _PP2, _CHUNK)
         cases["hybrid_cp2"] = make("hybrid", shared, _CP2, _CHUNK)
         cases["hybrid_cp2_block"] = make("hybrid", shared, _CP2, {"capture": {"verify": "poison"}})
-        cases["hybrid_pp2_block"] = make("hybrid", flying, _PP2, {"capture": {"verify": "poison"}})
-    _check(run_equal(cases, 2, timeout_s=580.0))
-
-
-@pytest.mark.multigpu
-def test_documents_that_share_no_block_on_two_ranks(
-    run_equal: Callable[..., Any], make: Make
-) -> None:
-    """Padding between documents counts; Mamba's kernels have blocks of 128 rows."""
-    if missing := mamba_needs.missing_kernels():
-        pytest.skip(missing)
-    apart = {"packing": {"max_packed_tokens": 1024, "pad_seq_to_mult": 128}}
-    cases = {
-        "cp2": make("hybrid", _SHARED, _CP2, _CHUNK, apart, text="blocks"),
-        "cp2_block": make("hybrid", _SHARED, _CP2, _BLOCK, apart, text="blocks"),
-        "pp2": make("hybrid", _FLYING, _PP2, _CHUNK, apart, text="blocks"),
-    }
+        # Padding between documents counts; Mamba's kernels have blocks of 128 rows.
+        apart = {"packing": {"max_packed_tokens": 1024, "pad_seq_to_mult": 128}}
+        for name, more in {"cp2": (shared, _CP2), "pp2": (flying, _PP2)}.items():
+            cases[f"apart_{name}"] = make("hybrid", *more, _CHUNK, apart, text="blocks")
     _check(run_equal(cases, 2, timeout_s=580.0))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from expert_cases import EXPERTS
-from packed_cases import SMALL_MIXERS
+from packed_cases import SMALL_MIXERS, cpu_case
 
 from chunkgraph.data import Documents, read_documents
 
@@ -58,25 +58,25 @@ def make_case(make_config: Callable[..., Any], text: Path) -> Case:
         multiple: int = 1,
         verify: str = "none",
         model: dict[str, Any] | None = None,
-        moe: dict[str, Any] | None = None,
-        **pipeline: Any,
+        **more: Any,
     ) -> dict[str, Any]:
-        return {
-            "config": make_config(
-                model={"layer_spec": spec, "num_layers": 2, **(model or {})},
-                pipeline={"context_parallel_size": size, **pipeline},
-                train={"num_microbatches": counts, "micro_batch_size": 1, "seed": seed},
-                data={"path": str(text)},
-                packing={
-                    "max_packed_seqs": seqs,
-                    "max_packed_tokens": _TOKENS,
-                    "buckets": list(buckets),
-                    "pad_seq_to_mult": multiple,
-                },
-                capture={"scope": scope, "verify": verify},
-                moe=moe or {},
-            )
-        }
+        return cpu_case(
+            text,
+            make_config,
+            "attention",
+            counts,
+            model={"layer_spec": spec, **(model or {})},
+            train={"seed": seed},
+            packing={
+                "max_packed_seqs": seqs,
+                "max_packed_tokens": _TOKENS,
+                "buckets": list(buckets),
+                "pad_seq_to_mult": multiple,
+            },
+            capture={"scope": scope, "verify": verify},
+            context_parallel_size=size,
+            **more,
+        )
 
     return make
 

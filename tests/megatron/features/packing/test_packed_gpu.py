@@ -7,14 +7,13 @@ hundred bytes of workspace for each.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packed_cases import GPU_MODEL, all_but_the_first_replay
+from packed_cases import all_but_the_first_replay, gpu_case
 from small_settings import RECOMPUTED
 from training_needs import NEEDS_ENGINE
 
@@ -25,7 +24,7 @@ Case = Callable[..., dict[str, Any]]
 pytestmark = NEEDS_ENGINE
 
 _UNFUSED = {"apply_rope_fusion": False}
-# Enough for the fused kernel to start by row, as `test_gpu_rope` shows.
+# Enough for the fused kernel to start by row; `test_rope` shows which kernel that is.
 _MANY = {"max_packed_seqs": 80, "seq_buckets": []}
 _CASES = {
     "fused_rope_block": ({}, {"scope": "block", "verify": "poison"}, {}),
@@ -63,31 +62,23 @@ _CASES = {
 }
 
 
-def _case(
-    text: Path,
-    make_config: Callable[..., Any],
-    counts: list[int],
-    packing: dict[str, Any],
-    capture: dict[str, Any],
-    options: dict[str, Any],
-    **pipeline: Any,
-) -> dict[str, Any]:
-    """Make a bfloat16 model on documents of 30 to 150 tokens: two to seven in 256."""
-    config = make_config(
-        model=GPU_MODEL,
-        pipeline=pipeline,
-        train={"num_microbatches": counts, "micro_batch_size": 1},
-        data={"path": str(text)},
-        packing={"max_packed_seqs": 9, **packing},
-        capture=capture,
-        run={"timeout_s": 150},
-    )
-    return {"config": {**config, "device": "cuda"}, "transformer_options": options}
-
-
 @pytest.fixture
 def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Path]) -> Case:
-    return functools.partial(_case, write_documents(range(29, 150), 200), make_config)
+    """Return a maker of models on documents of 30 to 150 tokens: two to seven in 256."""
+    text = write_documents(range(29, 150), 200)
+
+    def make(
+        counts: list[int],
+        packing: dict[str, Any],
+        capture: dict[str, Any],
+        options: dict[str, Any],
+    ) -> dict[str, Any]:
+        packing = {"max_packed_seqs": 9, **packing}
+        more: dict[str, Any] = {"packing": packing, "capture": capture, "options": options}
+        train = {"deterministic": False}
+        return gpu_case(text, make_config, "attention", counts, train=train, **more)
+
+    return make
 
 
 @pytest.mark.gpu

@@ -37,40 +37,30 @@ def make_case(make_config: Callable[..., Any], write_documents: Callable[..., Pa
         dp: int = 1,
         verify: str = "none",
         model: dict[str, Any] | None = None,
-        moe: dict[str, Any] | None = None,
-        stash: dict[str, Any] | None = None,
         buckets: tuple[float, ...] = (),
         seq_buckets: tuple[int, ...] = (),
         path: Path = path,
         seed: int = 1234,
-        **pipeline: Any,
+        **more: Any,
     ) -> dict[str, Any]:
-        return {
-            "config": make_config(
-                model={
-                    "layer_spec": "user_specs:packed",
-                    "num_layers": 2 * (vpp or 1),
-                    **(model or {}),
-                },
-                moe=moe or {},
-                stash=stash or {},
-                pipeline={
-                    "pipeline_model_parallel_size": pp,
-                    "virtual_pipeline_model_parallel_size": vpp,
-                    "data_parallel_size": dp,
-                    **pipeline,
-                },
-                train={"num_microbatches": counts, "micro_batch_size": 1, "seed": seed},
-                data={"path": str(path)},
-                packing={
-                    "max_packed_seqs": seqs,
-                    "max_packed_tokens": _TOKENS,
-                    "buckets": list(buckets),
-                    "seq_buckets": list(seq_buckets),
-                },
-                capture={"scope": scope, "verify": verify},
-            )
-        }
+        return packed_cases.cpu_case(
+            path,
+            make_config,
+            "attention",
+            counts,
+            model={"num_layers": 2 * (vpp or 1), **(model or {})},
+            train={"seed": seed},
+            packing={
+                "max_packed_seqs": seqs,
+                "buckets": list(buckets),
+                "seq_buckets": list(seq_buckets),
+            },
+            capture={"scope": scope, "verify": verify},
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vpp,
+            data_parallel_size=dp,
+            **more,
+        )
 
     return make
 

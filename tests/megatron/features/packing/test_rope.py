@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,11 +89,33 @@ def _offsets(lengths: list[int], num_seqs: int) -> torch.Tensor:
     return torch.tensor((ends + [ends[-1]] * num_seqs)[: num_seqs + 1], dtype=torch.int32)
 
 
+def _rotated(
+    tokens: torch.Tensor,
+    freqs: torch.Tensor,
+    offsets: torch.Tensor,
+    size: int = 1,
+    rank: int = 0,
+    *,
+    is_fused: bool = False,
+    mscale: float = 1.0,
+    **options: Any,
+) -> torch.Tensor:
+    """Run Megatron's ``apply_rotary_pos_emb`` on one of ``size`` context-parallel ranks."""
+    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+
+    values = {"rotary_interleaved": False, "multi_latent_attention": False, **options}
+    config = SimpleNamespace(apply_rope_fusion=is_fused, mrope_section=None, **values)
+    group = SimpleNamespace(size=lambda: size, rank=lambda: rank)
+    return apply_rotary_pos_emb(
+        tokens, freqs, config, cu_seqlens=offsets, mscale=mscale, cp_group=group
+    )
+
+
 @pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data(), cp_size=st.sampled_from([1, 2, 4]))
 def test_rows_are_turned_as_in_their_documents(
-    kernels: Kernels, rotated: Callable[..., Any], data: st.DataObject, cp_size: int
+    kernels: Kernels, data: st.DataObject, cp_size: int
 ) -> None:
     pieces = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any))
     lengths = [2 * cp_size * n for n in pieces]
@@ -108,20 +129,20 @@ def test_rows_are_turned_as_in_their_documents(
     expected = kernels.packed(tokens, offsets, freqs, cp_size, rank)
     with packed_rope():
         kernels.num_plain = kernels.num_packed = 0
-        actual = rotated(tokens, offsets, freqs, cp_size, rank)
+        actual = _rotated(tokens, freqs, offsets, cp_size, rank, is_fused=True)
     assert torch.equal(actual.view(torch.int16), expected.view(torch.int16))
     spared = num_seqs * num_freqs - tokens.size(0)
     assert (kernels.num_plain, kernels.num_packed) == ((1, 0) if spared >= 1 << 13 else (0, 1))
 
 
-def test_one_capture_serves_all_offsets(kernels: Kernels, rotated: Callable[..., Any]) -> None:
+def test_one_capture_serves_all_offsets(kernels: Kernels) -> None:
     backend = RecorderBackend()
     tokens, freqs = _drawn(64, 256)
     tokens.requires_grad_()
     gradient = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     static = _offsets([64], 65)
     with packed_rope(), backend.capture("rope", backend.new_pool("rope"), ()) as graph:
-        actual = rotated(tokens, static, freqs)
+        actual = _rotated(tokens, freqs, static, is_fused=True)
         (gradient_of_actual,) = torch.autograd.grad(actual, tokens, gradient)
     for lengths in ([64], [1] * 64, [5, 0, 40, 19], [0, 0, 64]):
         offsets = _offsets(lengths, 65)
@@ -144,33 +165,12 @@ _OFFSETS = {
 }
 
 
-def _group(size: int, rank: int) -> Any:
-    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
-
-
 def _inputs(num_freqs: int, num_rows: int = 48) -> list[torch.Tensor]:
     """Draw tokens, frequencies, and the gradient of the result."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randn(num_rows, 2, 12, generator=generator).requires_grad_()
     freqs = torch.randn(num_freqs, 1, 1, 8, generator=generator)
     return [tokens, freqs, torch.randn(tokens.shape, generator=generator)]
-
-
-def _rotated(
-    inputs: list[torch.Tensor], offsets: torch.Tensor, group: Any, **options: Any
-) -> list[torch.Tensor]:
-    """Run Megatron's ``apply_rotary_pos_emb``; return the result and the tokens' gradient."""
-    from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-
-    tokens, freqs, gradient = inputs
-    values = {"rotary_interleaved": False, "multi_latent_attention": False, "mscale": 1.0}
-    values.update(options)
-    mscale = values.pop("mscale")
-    config = SimpleNamespace(apply_rope_fusion=False, mrope_section=None, **values)
-    result = apply_rotary_pos_emb(
-        tokens, freqs, config, cu_seqlens=offsets, mscale=mscale, cp_group=group
-    )
-    return [result, torch.autograd.grad(result, tokens, gradient)[0]]
 
 
 @pytest.mark.parametrize("offsets", _OFFSETS.values(), ids=_OFFSETS)
@@ -188,31 +188,19 @@ def test_equal_to_megatrons_own(
     rank: int,
     options: dict[str, Any],
 ) -> None:
-    table, group = torch.tensor(offsets, dtype=torch.int32), _group(size, rank)
-    inputs = _inputs(num_freqs, 48 // size)
+    table = torch.tensor(offsets, dtype=torch.int32)
+    tokens, freqs, gradient = _inputs(num_freqs, 48 // size)
+
+    def rotated() -> list[torch.Tensor]:
+        result = _rotated(tokens, freqs, table, size, rank, **options)
+        return [result, torch.autograd.grad(result, tokens, gradient)[0]]
+
     try:
-        expected = _rotated(inputs, table, group, **options)
+        expected = rotated()
     except RuntimeError as error:  # 0.19 cannot rotate a document without rows, interleaved
         assert "interleaved" in str(options) and "0 elements" in str(error)  # noqa: PT018, PT017
         return
     with packed_rope():
-        actual = _rotated(inputs, table, group, **options)
+        actual = rotated()
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert expected[1].any()
-
-
-def test_one_capture_serves_all_offsets_unfused(one_rank: Any) -> None:
-    backend = RecorderBackend()
-    pool = backend.new_pool("rope")
-    padded = {n: (o + [48] * 7)[:7] for n, o in _OFFSETS.items()}
-    static = torch.tensor(padded["one"], dtype=torch.int32)
-    inputs, group = _inputs(48), _group(1, 0)
-    with packed_rope(), backend.capture("rope", pool, ()) as graph:
-        actual = _rotated(inputs, static, group)
-    for name, offsets in padded.items():
-        static.copy_(torch.tensor(offsets, dtype=torch.int32))
-        graph.replay()
-        # Megatron's embedding must not see the table that the capture kept with its offsets.
-        expected = _rotated(inputs, static.clone(), group)
-        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)), name
-    graph.release()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 from extended_config import config_from_mapping
 from in_process import EXPERTS, Trained, attach
 from refused import refused
@@ -216,36 +215,6 @@ def test_what_forwards_decide_is_sent_before_the_last_backward(
         assert events == ["backward"] * 3 + ["RowCounts"]
     else:
         assert events == ["backward"] * 2 + ["RowCounts", "PagedStash", "backward"]
-
-
-def _recompute_experts_alone(chunks: Sequence[Any]) -> None:
-    """Recompute experts without their router, whose tokens are counted in the forward."""
-    from megatron.core.tensor_parallel import checkpoint
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    def recomputed(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> Any:
-            return checkpoint(lambda r, p: plain(r, counts, p)[0], False, rows, probs), None
-
-        return forward
-
-    for module in (m for chunk in chunks for m in chunk.modules()):
-        if isinstance(module, MoELayer):
-            module.experts.forward = recomputed(module.experts.forward)
-
-
-def test_pages_of_experts_that_recompute_are_checked_after_backwards(
-    one_rank: Any, make_config: Any
-) -> None:
-    """A user's layer may recompute them without a setting in the configuration."""
-    graphs = {"stash": StashConfig(enabled=True, initial_bytes=2048)}
-    run = _Run(one_rank, make_config, {"moe_expert_capacity_factor": 2.0}, graphs)
-    _recompute_experts_alone(run.chunks)
-    reruns = run.graphs.counters.overflow_reruns
-    run.step(0, 1)
-    assert reruns["stash pages"] == 0
-    run.step(1, 1)  # the first replay
-    assert reruns["stash pages"] == 1
 
 
 def test_tokens_of_a_step_that_failed_are_not_the_next_ones(

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from chunkgraph.engine.observer import Counters
 from chunkgraph.engine.step import StepMode
 from chunkgraph.megatron.feature import Feature, Features, LimitedFeature, Shortage
-from chunkgraph.megatron.features.experts.room import RowCounts
 from chunkgraph.megatron.features.rerun import OverflowGuard
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
@@ -90,43 +87,3 @@ def test_one_feature_at_its_limit_keeps_no_other_from_growing(
     assert grown == ["released", "rows"] * 4
     assert caplog.text.count("room does not grow (pages): pages.max is reached") == 5
     assert caplog.text.count("captured again with more room (rows)") == 4
-
-
-class _Event:
-    """Stands for a CUDA event: a copy arrives when something waits for it."""
-
-    def __init__(self, copies: list[Callable[[], Any]]) -> None:
-        self.copies = copies
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None:
-        while self.copies:
-            self.copies.pop(0)()
-
-
-def test_waiting_for_dropped_tokens_gives_those_of_the_last_step() -> None:
-    """Also if the copies of earlier steps are still running."""
-    copies: list[Callable[[], Any]] = []
-    report = RowCounts([1, 2], torch.device("cpu"))
-    counts = report.total
-
-    class Host:
-        values = torch.zeros_like(counts)
-
-        def copy_(self, source: torch.Tensor, *, non_blocking: bool) -> None:
-            assert non_blocking
-            copies.append(partial(self.values.copy_, source.clone()))
-
-        def tolist(self) -> list[int]:
-            return self.values.tolist()
-
-    report._event, report._host = _Event(copies), Host()  # type: ignore[assignment]
-    for _ in range(3):
-        counts += 1
-        report.send()
-    assert report.by_layer() == {1: 0, 2: 0}  # without waiting
-    assert report.by_layer(wait=True) == {1: 3, 2: 3}
-    counts += 1
-    report.send()
-    assert report.by_layer(wait=True) == {1: 4, 2: 4}

@@ -12,7 +12,7 @@ from in_process import EXPERTS, Trained
 from refused import refused
 
 from chunkgraph.engine import StepMode
-from chunkgraph.errors import CaptureError, ConfigError
+from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.feature import Shortage
 from chunkgraph.megatron.features.stash import ExpertStash
 from chunkgraph.megatron.rules.features import STASH_RULES
@@ -204,17 +204,6 @@ def test_the_log_has_the_reason_of_a_rerun_and_detach_leaves_nothing(
     plain = Trained(one_rank, config, {"stash": StashConfig()})
     assert plain.graphs.find(ExpertStash) is None
     assert [plain.step(step, 2) for step in range(3)] == first
-
-
-def test_without_a_measured_step_the_capture_names_what_is_missing(
-    one_rank: Any, config: Any
-) -> None:
-    run = Trained(one_rank, config, {"stash": StashConfig(enabled=True)})
-    with (
-        pytest.raises(CaptureError, match=r"never measured.*initial_bytes"),
-        run.graphs.find(ExpertStash).capturing(),
-    ):
-        pass
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
-"""The documents of microbatches of a pretrain script's data, and a look at the next ones."""
+"""The documents of microbatches, as Megatron's data sets give them to a pretrain script."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,15 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.core.access import import_megatron
 from chunkgraph.packing import check_offsets
 
 _OFFSETS = "cu_seqlens"
 ROWS = ("tokens", "labels", "loss_mask", "position_ids")
 """Fields of a sample with one value for each row."""
-
-Microbatches = Sequence["deque[dict[str, Any]] | None"]
-"""The microbatches of a step for each model chunk; None for a chunk that another rank reads."""
 
 
 @dataclass(frozen=True)
@@ -124,60 +118,3 @@ def _on_host(batch: Mapping[str, Any], name: str, where: str) -> NDArray[Any]:
             "and loss mask on the host, as with Megatron's --sft, on every pipeline stage."
         )
     return value.numpy()
-
-
-class ReadAhead:
-    """An iterator whose next items can be inspected before they are read.
-
-    An error of the underlying iterator surfaces when the item is read, not when it is inspected.
-    """
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-        self._seen: deque[Any] = deque()
-        self._error: Exception | None = None  # raised after the items in _seen
-
-    def __iter__(self) -> ReadAhead:
-        return self
-
-    def __next__(self) -> Any:
-        if self._seen:
-            return self._seen.popleft()
-        if self._error is not None:
-            raise self._error
-        return next(self._iterator)
-
-    def first(self, num: int) -> list[Any] | None:
-        """Return the next items without consuming them; None if there are fewer."""
-        while len(self._seen) < num and self._error is None:
-            try:
-                self._seen.append(next(self._iterator))
-            except Exception as error:  # noqa: BLE001
-                self._error = error
-        return list(islice(self._seen, num)) if len(self._seen) >= num else None
-
-
-def look_ahead(iterators: Sequence[Any], num_microbatches: int) -> Microbatches | None:
-    """Return the next microbatches of each chunk's iterator without consuming them.
-
-    Readers still get them, and Megatron can replay them if it runs a step a second time: its
-    `RerunDataIterator` stores the items that it returns, and a `ReadAhead` goes below it.
-
-    Returns:
-        None if an iterator is not Megatron's, or has fewer microbatches.
-    """
-    kind = import_megatron("megatron.core.rerun_state_machine").RerunDataIterator
-    read: list[deque[dict[str, Any]] | None] = []
-    for iterator in iterators:
-        if iterator is None:
-            read.append(None)
-            continue
-        if type(iterator) is not kind:
-            return None
-        if not isinstance(iterator.iterable, ReadAhead):
-            iterator.iterable = ReadAhead(iterator.iterable)
-        batches = iterator.iterable.first(num_microbatches)
-        if batches is None:
-            return None
-        read.append(deque(batches))
-    return read
