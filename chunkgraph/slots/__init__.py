@@ -7,16 +7,7 @@ from __future__ import annotations
 
 from .estimate import ExpertSizes, LatentSizes, MemoryEstimate, ModelSizes, estimate_memory
 from .machine import SlotMachine
-from .pages import (
-    Page,
-    PageClock,
-    PagePlan,
-    RankSchedule,
-    check_slots,
-    least_slots,
-    plan_pages,
-    split_actions,
-)
+from .pages import Page, PageClock, PagePlan, RankSchedule, least_slots, plan_pages, split_actions
 from .plan import SlotPlan, assign_slots, in_flight, plan_schedule, plan_slots
 
 __all__ = [
@@ -31,7 +22,6 @@ __all__ = [
     "SlotMachine",
     "SlotPlan",
     "assign_slots",
-    "check_slots",
     "estimate_memory",
     "in_flight",
     "least_slots",

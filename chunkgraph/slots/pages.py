@@ -143,7 +143,7 @@ def plan_pages(
     Raises:
         ConfigError: A chunk has too few slots.
     """
-    check_slots(schedule, rank, num_slots)
+    least_slots(schedule, rank, num_slots)
     actions, costs = schedule.compute_actions(rank), costs or CostModel()
     keys = tuple((schedule.chunk_of(action.stage), action.microbatch) for action in actions)
     positions = {
@@ -159,9 +159,9 @@ def plan_pages(
         delay_ms = inf if pages is None else _delay_ms(plan(pages=pages), costs, spans)
         return delay_ms, len(leaving)
 
-    pairs = ({key, (key[0], key[1] + far)} for key in positions for far in range(3))
-    moves = [pair for pair in pairs if pair <= positions.keys()]
-    able = [key for key, at in positions.items() if at[1] > at[0] + 1]
+    able = {key for key, at in positions.items() if at[1] > at[0] + 1}
+    pairs = ({key, (key[0], key[1] + far)} for key in sorted(able) for far in range(3))
+    moves = [pair for pair in pairs if pair <= able]
     starts = [frozenset(key for key in able if key[1] % 3 >= stays) for stays in range(4)]
     best = min(starts, key=cost_of)
     for start in sorted(starts, key=cost_of):
@@ -174,28 +174,33 @@ def plan_pages(
     return plan(pages=_pages(positions, num_slots, best) or ())
 
 
-def check_slots(schedule: Schedule, rank: int, num_slots: Sequence[int | None]) -> None:
-    """Check that the chunks of a rank can run a step with so many slots; see `plan_pages`.
+def least_slots(
+    schedule: Schedule, rank: int, num_slots: Sequence[int | None] | None = None
+) -> tuple[int, ...]:
+    """Return the smallest numbers of slots with which the chunks of a rank can run a step.
+
+    Args:
+        schedule: A valid schedule.
+        rank: The rank.
+        num_slots: See `plan_pages`; those that there are.
 
     Raises:
-        ConfigError: A chunk has too few.
+        ConfigError: A chunk has fewer slots.
     """
-    least = least_slots(schedule, rank)
-    if any(n is not None and n < needed for n, needed in zip(num_slots, least, strict=True)):
-        raise ConfigError(
-            f"rank {rank}: {list(num_slots)} slots are too few for schedule {schedule.name!r} with "
-            f"{schedule.num_microbatches} microbatches, whose chunks need at least {list(least)} "
-            "even if every page leaves (a split backward keeps its slot between its halves). Allow "
-            "more slots (max_slots, --slots), or more memory for them (max_slot_memory)."
-        )
-
-
-def least_slots(schedule: Schedule, rank: int) -> tuple[int, ...]:
-    """Return the smallest numbers of slots with which the chunks of a rank can run a step."""
     stays: list[list[tuple[int, int]]] = [[] for _ in range(schedule.num_chunks)]
     for (c, _), (forward, backward, *last) in _positions(schedule, rank).items():
         stays[c] += [(forward, min(forward + 1, backward - 1)), (backward, max((backward, *last)))]
-    return tuple(map(_most_together, stays))
+    least = tuple(map(_most_together, stays))
+    pairs = zip(least if num_slots is None else num_slots, least, strict=True)
+    if any(count is not None and count < needed for count, needed in pairs):
+        raise ConfigError(
+            f"rank {rank}: {list(num_slots or ())} slots are too few for schedule "
+            f"{schedule.name!r} with {schedule.num_microbatches} microbatches, whose chunks need "
+            f"at least {list(least)} even if every page leaves (a split backward keeps its slot "
+            "between its halves). Allow more slots (max_slots, --slots), or more memory for them "
+            "(max_slot_memory)."
+        )
+    return least
 
 
 class PageClock:
@@ -269,8 +274,7 @@ def _pages(
                 held[c][begin] += 1
             earliest[c] = begin
             pages.append(Page(key=key, forward=forward, begin=begin, backward=backward))
-        if all(page.begin > page.forward + 1 for page in pages):
-            return tuple(sorted(pages, key=lambda page: (page.begin, page.backward)))
+        return tuple(sorted(pages, key=lambda page: (page.begin, page.backward)))
     return None
 
 

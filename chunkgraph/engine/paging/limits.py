@@ -17,14 +17,7 @@ from chunkgraph.engine.paging.replayer import PagedReplayer
 from chunkgraph.errors import CaptureError, ConfigError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.schedules import Schedule
-from chunkgraph.slots import (
-    PagePlan,
-    RankSchedule,
-    check_slots,
-    least_slots,
-    plan_pages,
-    split_actions,
-)
+from chunkgraph.slots import PagePlan, RankSchedule, least_slots, plan_pages, split_actions
 
 
 class SlotLimit:
@@ -39,23 +32,20 @@ class SlotLimit:
     """
 
     def __init__(self, options: CaptureOptions, schedule: RankSchedule | None) -> None:
-        name = "max_slots" if options.max_slot_memory is None else "max_slot_memory"
         limit = options.max_slot_memory
         limit = parse_bytes(limit) if isinstance(limit, str) else limit
-        if name == "max_slot_memory" and not (is_integer(limit) and limit > 0):
+        if options.max_slot_memory is not None and not (is_integer(limit) and limit > 0):
             raise ConfigError(
                 f"max_slot_memory is {shown(options.max_slot_memory)}; write it as 20GiB or 20GB, "
                 "or as a number of bytes."
             )
-        for other, is_set in {
-            "max_slots": name == "max_slot_memory" and options.max_slots is not None,
-            "shared_slots=True": options.shared_slots,
-        }.items():
-            if is_set:
-                raise ConfigError(
-                    f"{name} cannot be combined with {other}: pages move between the slots of one "
-                    "chunk, by one limit. Leave one of them out."
-                )
+        names = "max_slots", "max_slot_memory", "shared_slots"
+        name, *others = filter(partial(getattr, options), names)
+        if others:
+            raise ConfigError(
+                f"{name} cannot be combined with {others[0]}: pages move between the slots of one "
+                "chunk, by one limit. Leave one of them out."
+            )
         if schedule is None:
             raise ConfigError(
                 f"{name} needs the schedule of the steps, which says which backward comes next. "
@@ -86,9 +76,9 @@ class SlotLimit:
         if num_microbatches in self._schedules:
             return self._schedules[num_microbatches]
         schedule = split_actions(self._schedule.build(num_microbatches))
-        for rank in range(schedule.num_ranks):
-            check_slots(schedule, rank, [self._options.max_slots] * schedule.num_chunks)
-        own = least_slots(schedule, self._schedule.rank)
+        most = [self._options.max_slots] * schedule.num_chunks
+        needed = [least_slots(schedule, rank, most) for rank in range(schedule.num_ranks)]
+        own = needed[self._schedule.rank]
         self._least = tuple(map(max, own, self._least or own))
         self._schedules[num_microbatches] = schedule
         return schedule
@@ -130,7 +120,7 @@ class SlotLimit:
             def plan(num_microbatches: int | None) -> PagePlan:
                 schedule = self.check(num_microbatches)
                 for rank, counts in enumerate(fewest):  # too few on one are an error on all
-                    check_slots(schedule, rank, counts)
+                    least_slots(schedule, rank, counts)
                 return plan_pages(schedule, own.rank, num_slots, own.costs)
 
             return plan
