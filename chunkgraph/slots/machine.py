@@ -244,5 +244,4 @@ class SlotMachine:
             f"     {name} chunk {chunk} microbatch {microbatch} slot {slot}"
             for name, chunk, microbatch, slot in self._events[-_NUM_SHOWN:]
         ]
-        lines.append(f"  -> {call}")
-        return SlotError("\n".join(lines))
+        return SlotError("\n".join([*lines, f"  -> {call}"]))
