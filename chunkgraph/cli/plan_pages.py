@@ -105,7 +105,7 @@ def print_pages(
         return
     counts = [_counts(args, row) for row in rows]
     plans, ratio = _simulated(request, args, counts)
-    cells = []
+    cells, of_host = [], 0
     for plan, count, row in zip(plans, counts, rows, strict=True):
         line = [str(row.plan.rank), " ".join(map(str, count)), str(len(plan.pages))]
         if row.memory is not None:
@@ -113,10 +113,13 @@ def print_pages(
             moved = 2 * sum(sizes[page.key[0]] for page in plan.pages)
             slots, pinned = (sum(map(mul, n, sizes)) for n in (count, plan.num_buffers))
             line += map(format_bytes, (slots, moved, pinned))
+            of_host += pinned
         cells.append(line)
     headings = ("Rank", "Slots per chunk", "Pages", "Slots", "Moved", "Pinned memory")
     console.print("Pages: activations on the host, in one step", style="bold")
     console.print(table(headings[: len(cells[0])], cells))
+    if of_host:
+        console.print(f"Pinned memory of all ranks: {format_bytes(of_host)}.")
     console.print(
         f"Simulated step: {ratio:.3f} of that with all slots, if a page takes "
         "{:g} forwards to the host and {:g} back.".format(*args.page_time),
