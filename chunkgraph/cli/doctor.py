@@ -183,11 +183,18 @@ def _transformer_engine() -> Finding:
 def _cudnn() -> Finding:
     import torch
 
+    from chunkgraph.megatron.features.experts.grouped_gemm import version_text
+
+    number = torch.backends.cudnn.version()  # 91501 for 9.15.1
+    if number is None:
+        return Finding("cuDNN", "absent", "not found")
+    if number >= _CUDNN_NEEDED:
+        return Finding("cuDNN", "ok", version_text(number))
     advice = (
         "up to 9.15 Transformer Engine captures its attention only for sequences of a multiple of "
         "128 tokens (with context parallelism: 256 a rank)"
     )
-    return _library("cuDNN", torch.backends.cudnn.version(), _CUDNN_NEEDED, advice)
+    return Finding("cuDNN", "absent", version_text(number), advice)
 
 
 def _hybrid_ep() -> Finding:
@@ -200,26 +207,6 @@ def _hybrid_ep() -> Finding:
     text = "not installed" if version is None else f"not in this build of deep_ep ({version})"
     advice = "build DeepEP's branch hybrid-ep, or use all-to-all or all-gather"
     return Finding(name, "absent", text, advice)
-
-
-def _cublaslt() -> Finding:
-    from chunkgraph.megatron.features.experts import grouped_gemm
-
-    needed = grouped_gemm.CUBLASLT_NEEDED
-    text = grouped_gemm.version_text(needed)
-    advice = f"TE's grouped GEMM with counts on the device needs {text} (also float16 and FP8)"
-    return _library("cuBLASLt", grouped_gemm.cublaslt_version(), needed, advice)
-
-
-def _library(name: str, number: int | None, needed: int, advice: str) -> Finding:
-    """Compare the version of a library, such as 91501 for 9.15.1, with the needed one."""
-    from chunkgraph.megatron.features.experts.grouped_gemm import version_text
-
-    if not number:
-        return Finding(name, "absent", "not found")
-    if number < needed:
-        return Finding(name, "absent", version_text(number), advice)
-    return Finding(name, "ok", version_text(number))
 
 
 def _grouped_gemm() -> Finding:
@@ -255,4 +242,4 @@ def _version(distribution: str) -> str | None:
 
 
 _LOOKS = (_python, _torch, _megatron, _training, _transformer_engine)
-_LOOKS_WITH_TORCH = (_gpus, _capture, _grouped_gemm, _hybrid_ep, _cublaslt, _cudnn)
+_LOOKS_WITH_TORCH = (_gpus, _capture, _grouped_gemm, _hybrid_ep, _cudnn)

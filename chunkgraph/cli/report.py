@@ -14,7 +14,6 @@ from rich.table import Table
 
 from chunkgraph._outputs import stream_next_to, write_output
 from chunkgraph._text import REPORT_WIDTH, counted, format_bytes
-from chunkgraph.errors import OutputError
 from chunkgraph.settings import Config, resolved, to_mapping
 from chunkgraph.trainer.results import RunResults, StepRecord, StepResult, find_failures
 
@@ -57,23 +56,19 @@ class TrainProgress:
 def report(config: Config, results: RunResults, json_file: Path | None) -> list[str]:
     """Print the closing table, write the results to the file, if any, and return the failures."""
     console = Console(file=stream_next_to(json_file), width=REPORT_WIDTH, highlight=False)
+    failures = find_failures(results)
     try:
-        return print_report(config, results, console)
+        print_report(config, results, console)
     finally:  # although standard output may be on a full disk
         if json_file is not None:
-            _write_json(config, results, json_file)
-
-
-def _write_json(config: Config, results: RunResults, json_file: Path) -> None:
-    """Write the results; print them if they cannot be written, since the run cannot be repeated."""
-    failures = find_failures(results)
-    verdict = {"ok": not failures, "failures": failures, "config": to_mapping(resolved(config))}
-    text = json.dumps(verdict | asdict(results), indent=2) + "\n"
-    try:
-        write_output("--json", json_file, text)
-    except OutputError as error:
-        write_output("--json", Path("-"), text)
-        raise OutputError(f"{error} The results are on standard output.") from None
+            facts = {
+                "ok": not failures,
+                "failures": failures,
+                "config": to_mapping(resolved(config)),
+            }
+            text = json.dumps(facts | asdict(results), indent=2)
+            write_output("--json", json_file, f"{text}\n")
+    return failures
 
 
 def print_report(config: Config, results: RunResults, console: Console) -> list[str]:

@@ -32,11 +32,6 @@ from chunkgraph.schedules import megatron_schedule
 from chunkgraph.settings.rule import Facts
 from chunkgraph.slots import RankSchedule
 
-_TRACERS = (
-    "megatron.core.transformer.moe.router_trace",
-    "megatron.training.activation_logging",
-)
-
 
 @dataclass(kw_only=True)
 class Site:
@@ -141,7 +136,6 @@ class Site:
         )
         for index, part in enumerate(self.parts):
             part.index = index
-            _refuse_tracers(part)
             if self.schedule is not None and self.schedule.splits_backward:
                 _refuse_delays_outside(self.chunks[index], part)
         slots = self.requested_slots
@@ -192,17 +186,6 @@ def config_of(chunk: nn.Module) -> Any:
         f"{type(chunk).__name__} has no config: it is not a Megatron-core model. For other models "
         "use chunkgraph.ChunkGraphs."
     )
-
-
-def _refuse_tracers(part: ModelPart) -> None:
-    """Refuse Megatron's own hooks that keep what they see; captures refuse those of users."""
-    for path, module in part.inner_modules.items():
-        for hook in module._forward_hooks.values():
-            if getattr(hook, "__module__", None) in _TRACERS:
-                raise ConfigError(
-                    f"{part.label}: {path} has a hook of {hook.__module__}, which a replay does "
-                    "not run. Turn this trace off, or train without chunk graphs."
-                )
 
 
 def _refuse_delays_outside(chunk: nn.Module, part: ModelPart) -> None:

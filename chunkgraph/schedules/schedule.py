@@ -88,7 +88,7 @@ class Schedule:
         return out.getvalue()
 
     @classmethod
-    def from_csv(cls, text: str, *, name: str = "csv", group_size: int | None = None) -> Schedule:
+    def from_csv(cls, text: str, *, name: str = "csv") -> Schedule:
         """Read CSV that `to_csv`, torch or a person wrote.
 
         Sizes and placement follow from the rows: row r holds the actions of rank r. Empty cells,
@@ -98,7 +98,6 @@ class Schedule:
         Args:
             text: the CSV text.
             name: name of the schedule, which the text does not hold.
-            group_size: microbatch group size, which the text does not hold.
 
         Raises:
             ScheduleError: a cell is not an action, or a row has none; names the row and the cell.
@@ -131,7 +130,7 @@ class Schedule:
             num_ranks=len(rows),
             num_chunks=-(-num_stages // len(rows)),
             num_microbatches=1 + max(action.microbatch for action in everything),
-            group_size=group_size,
+            group_size=None,
             actions=tuple(rows),
             placement=_placement_of(rows),
         )

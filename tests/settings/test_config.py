@@ -76,7 +76,6 @@ def test_overrides_replace_values_and_are_read_as_yaml(small: Path) -> None:
         ("model.transformer_config.num_layers=2", ["set model.num_layers instead"]),
         ("model=3", ["model is 3; it must be a section with keys ffn_hidden_size,"]),
         ("train.lr", ["override 'train.lr'", "section.key=value"]),
-        (".".join(["a"] * 3000) + "=1", ["override 'a.a.", "section.key=value"]),
     ],
 )
 def test_a_wrong_value_is_named_with_the_reason(
@@ -137,10 +136,9 @@ def test_all_wrong_values_are_named_at_once(small: Path) -> None:
             TopologyError,
             ["tensor_model_parallel_size=1", "make the latter 2 or more"],
         ),
-        ("model.layer_spec=te", ConfigError, ["'te'", "package.module:function"]),
-        ("train.num_microbatches=[4,3]", TopologyError, ["num_microbatches[1] is 3", "2 or 4"]),
-        ("train.num_microbatches=[1]", TopologyError, ["smaller than a microbatch group of 2"]),
-        ("pipeline.pipeline_model_parallel_size=1", TopologyError, ["no pipeline to interleave"]),
+        ("train.num_microbatches=[4,3]", TopologyError, ["3 is not legal", "2 or 4"]),
+        ("train.num_microbatches=[1]", TopologyError, ["needs one group of 2 or more"]),
+        ("pipeline.pipeline_model_parallel_size=1", TopologyError, ["at least 2 pipeline ranks"]),
         ("packing.buckets=[0.5]", ConfigError, ["buckets is [0.5]", "packing is off"]),
         (
             "packing.max_packed_seqs=8; train.micro_batch_size=2",
@@ -162,7 +160,7 @@ def test_values_that_do_not_go_together(
 def test_group_tails_are_legal_from_the_pipeline_size_on(small: Path) -> None:
     overrides = ["pipeline.microbatch_group_size_per_vp_stage=3"]
     assert load_config(small, [*overrides, "train.num_microbatches=[3,5,6]"])
-    with pytest.raises(TopologyError, match="last group of 1"):
+    with pytest.raises(TopologyError, match="3 or more, and a last group of none or at least 2"):
         load_config(small, [*overrides, "train.num_microbatches=[4]"])
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine.chunk import Chunk
-from chunkgraph.errors import CaptureError, ConfigError, MissingDependencyError, ReplayMismatchError
+from chunkgraph.errors import CaptureError, ReplayMismatchError
 from chunkgraph.megatron.core.model_kinds import fp8_recipe
 from chunkgraph.megatron.feature import Feature, Step, Work, chained
 from chunkgraph.megatron.model_part import ModelPart
@@ -42,11 +42,6 @@ from chunkgraph.settings.rule import Rule
 
 _MODULE = "transformer_engine.pytorch.fp8"
 _FIRST = "is_first_microbatch"
-_NEEDED = (
-    "skip_fp8_weight_update_tensor",
-    "global_amax_history_buffer",
-    "global_scale_buffer",
-)
 
 
 def fp8_is_installed() -> bool:
@@ -126,10 +121,6 @@ class Fp8State(Feature):
         labels: Names of the chunks in errors.
         device: Device of the parameters.
         is_delayed: Whether scales depend on earlier microbatches (delayed scaling).
-
-    Raises:
-        MissingDependencyError: Transformer Engine is not installed.
-        ConfigError: The installed release lacks a required attribute.
     """
 
     replays_forwards = False
@@ -144,12 +135,6 @@ class Fp8State(Feature):
         is_delayed: bool,
     ) -> None:
         self._manager = _manager()
-        missing = [name for name in _NEEDED if not hasattr(self._fields(), name)]
-        if missing:
-            raise ConfigError(
-                f"{_MODULE} of the installed Transformer Engine has no {', '.join(missing)}, "
-                "which FP8 in chunk graphs needs. Use release 2.x, or train without FP8."
-            )
         self._parts = tuple(tuple(modules) for modules in parts)
         self._labels = tuple(labels)
         self._device = device
@@ -347,13 +332,7 @@ def _set_first(layers: Sequence[nn.Module], is_first: bool) -> None:
 
 
 def _manager() -> Any:
-    try:
-        return importlib.import_module(_MODULE).FP8GlobalStateManager
-    except (ImportError, AttributeError) as error:
-        raise MissingDependencyError(
-            f"FP8 needs Transformer Engine, but {_MODULE} cannot be used ({error}). Install "
-            "chunkgraph[te], or train without FP8."
-        ) from error
+    return importlib.import_module(_MODULE).FP8GlobalStateManager
 
 
 def _flattened(buffers: dict[str, list[torch.Tensor]]) -> list[torch.Tensor]:

@@ -12,14 +12,13 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 
-from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import import_megatron, patch_attributes
 from chunkgraph.megatron.feature import Feature, Step, Work
 from chunkgraph.megatron.features.contexts.groups import ContextGroups, groups_put_back
@@ -87,9 +86,7 @@ _HOOK_MARK = "_chunkgraph_follows_groups"
 _ROUTER_GROUPS = "_chunkgraph_router_groups"
 
 
-def follow_groups(
-    model_chunks: Iterable[nn.Module], groups: ContextGroups | None = None
-) -> Callable[[], None]:
+def follow_groups(model_chunks: Iterable[nn.Module], groups: ContextGroups) -> Callable[[], None]:
     """Make rotary embeddings and routers use the group of each microbatch's ``packed_seq_params``.
 
     Holds for eager steps and captures. Each call's arguments decide, so a recomputation in the
@@ -98,27 +95,12 @@ def follow_groups(
 
     Args:
         model_chunks: the modules passed to the schedule.
-        groups: the groups of the microbatches, made with ``has_experts=True``. Only models with
-            experts on several tensor-parallel ranks need them.
+        groups: the groups of the microbatches, made with ``has_experts=True`` for experts.
 
     Returns:
         A function that undoes it.
-
-    Raises:
-        ConfigError: a router needs ``groups``.
     """
     model_chunks = list(model_chunks)
-    has_groups = groups is not None and groups.for_routers is not None
-    layers = _layers_with_routers(model_chunks)
-    names = [f"{name} of model chunk {n}" for n, name, layer in layers if _shares_rows(layer)]
-    # The config is the same on all ranks; a pipeline stage may have no experts.
-    if not has_groups and (names or any(_config_shares_rows(chunk) for chunk in model_chunks)):
-        raise ConfigError(
-            f"{names[0] if names else 'The model'} has experts on several tensor-parallel ranks, "
-            "and its routers count tokens over these ranks too. Pass the groups of the "
-            "microbatches: follow_groups(model_chunks, groups) with groups = "
-            "ContextGroups.of_data_parallel(sizes, has_experts=True)."
-        )
     undo = ExitStack()
     for chunk in model_chunks:
         if any(parameter.is_cuda for parameter in chunk.parameters()):
@@ -126,7 +108,7 @@ def follow_groups(
         for module in chunk.modules():
             if _is_attention(module):
                 _follow(module, undo)
-    for _, _, layer in _layers_with_routers(model_chunks):
+    for layer in _layers_with_routers(model_chunks):
         _follow_with_router(layer, groups if _shares_rows(layer) else None, undo)
     return undo.close
 
@@ -134,7 +116,7 @@ def follow_groups(
 def _follows(model_chunks: Sequence[nn.Module], groups: ContextGroups) -> bool:
     """Return whether `follow_groups` was called for every layer of a model, with these groups."""
     modules = [module for chunk in model_chunks for module in chunk.modules()]
-    routers = [layer for _, _, layer in _layers_with_routers(model_chunks) if _shares_rows(layer)]
+    routers = [layer for layer in _layers_with_routers(model_chunks) if _shares_rows(layer)]
     marks: list[tuple[nn.Module, str, Any]]
     marks = [(module, _HOOK_MARK, True) for module in modules if _is_attention(module)]
     marks += [(layer, _ROUTER_GROUPS, groups) for layer in routers]
@@ -144,23 +126,10 @@ def _follows(model_chunks: Sequence[nn.Module], groups: ContextGroups) -> bool:
     )
 
 
-def _layers_with_routers(model_chunks: Iterable[nn.Module]) -> Iterator[tuple[int, str, Any]]:
-    """Yield each layer with a router as (number of its chunk, name in the chunk, layer)."""
-    for number, chunk in enumerate(model_chunks):
-        for name, module in chunk.named_modules():
-            if getattr(getattr(module, "mlp", None), "router", None) is not None:
-                yield number, name, module
-
-
-def _config_shares_rows(chunk: nn.Module) -> bool:
-    """Return whether the model's config, alike on all ranks, splits routers' rows over ranks."""
-    configs = (getattr(module, "config", None) for module in chunk.modules())
-    config = next((config for config in configs if hasattr(config, "num_moe_experts")), None)
-    return bool(
-        config is not None
-        and config.num_moe_experts
-        and (getattr(config, "tensor_model_parallel_size", 1) or 1) > 1
-    )
+def _layers_with_routers(model_chunks: Iterable[nn.Module]) -> list[Any]:
+    """Return the layers with a router."""
+    modules = [module for chunk in model_chunks for module in chunk.modules()]
+    return [m for m in modules if getattr(getattr(m, "mlp", None), "router", None) is not None]
 
 
 def _shares_rows(layer: Any) -> bool:

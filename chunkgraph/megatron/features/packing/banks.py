@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from chunkgraph.engine import Agree
-from chunkgraph.errors import ConfigError, PackingError, ReplayMismatchError
+from chunkgraph.errors import ConfigError, PackingError
 from chunkgraph.megatron.features.packing.bank import (
     PackedBank,
     PackingOptions,
@@ -231,21 +231,6 @@ class PackedBanks:
             banks.append(self.fewest_sequences(documents, shape))
         plan = repr((schedule.digest, [int(length) for length in lengths]))
         return ScheduledBanks(banks, zlib.crc32(plan.encode()))
-
-    def check(self, banks: Sequence[PackedBank]) -> None:
-        """Check that microbatches use the process groups that graphs were captured with.
-
-        Raises:
-            ReplayMismatchError: A microbatch uses another group, even if of the same ranks.
-        """
-        groups = {bank.shape: bank.group for bank in self.keys}
-        for number, bank in enumerate(banks):
-            if groups.get(bank.shape, bank.group) is not bank.group:
-                raise ReplayMismatchError(
-                    f"Microbatch {number} ({bank}) has another process group than the graphs of "
-                    "that size, which contain the communicator of their capture. Use the "
-                    "groups of these banks, or release the graphs and create new ones."
-                )
 
     def with_offsets_of(self, bank: Hashable, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return a chunk's arguments with uncut offsets cut to the sequences of ``bank``.

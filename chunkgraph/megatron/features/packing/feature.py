@@ -152,20 +152,13 @@ class PackedCalls(Feature):
     The engine receives the tensors and constants separately; the chunk reassembles them.
     """
 
-    def call(self, part: ModelPart, call: Call) -> Call:
+    def call(self, part: ModelPart, call: Call) -> Call:  # noqa: ARG002
         """Split the parameters of packed sequences."""
-        label, predicts_tokens = part.label, part.predicts_tokens
 
         def with_split_params(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             packed = kwargs.pop(ARGUMENT, None)
             if packed is not None:
-                if predicts_tokens:
-                    raise ConfigError(
-                        f"{label} predicts several tokens from packed sequences: Megatron then "
-                        "reads the offsets on the host. Train without multi-token prediction, or "
-                        "with scope='block'."
-                    )
-                kwargs |= split_params(packed, label)
+                kwargs |= split_params(packed)
             return call(args, kwargs)
 
         return with_split_params

@@ -36,7 +36,6 @@ _SAME = "the same tensor as "
 _SEQ_IDX = "seq_idx"
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 """Fields with the begins and ends of documents."""
-_MUST_BE_CONSTANT = ("max_seqlen_q", "max_seqlen_kv", "total_tokens", "local_cp_size")
 
 
 def refuse_other_context(shape: PackedShape, config: Any) -> None:
@@ -74,7 +73,7 @@ def shares_keys(config: Any) -> bool:
     )
 
 
-def split_params(params: Any, label: str) -> dict[str, Any]:
+def split_params(params: Any) -> dict[str, Any]:
     """Split the parameters into tensors and constants, as separate keyword arguments.
 
     A tensor in several fields becomes one argument: kernels distinguish one object from two equal
@@ -82,10 +81,6 @@ def split_params(params: Any, label: str) -> dict[str, Any]:
 
     Args:
         params: A ``PackedSeqParams`` of any release.
-        label: Name of the chunk, for errors.
-
-    Raises:
-        ConfigError: The parameters contain a value that graphs do not support.
     """
     names = dict.fromkeys([field.name for field in dataclasses.fields(params)])
     names.update(dict.fromkeys(getattr(params, "__dict__", ())))
@@ -94,12 +89,6 @@ def split_params(params: Any, label: str) -> dict[str, Any]:
     for name in names:
         value = getattr(params, name)
         if isinstance(value, torch.Tensor):
-            if name in _MUST_BE_CONSTANT:
-                raise ConfigError(
-                    f"{label}: {ARGUMENT}.{name} is a tensor, which Megatron reads on the host. "
-                    "Pass a Python int, the same for every microbatch: the maximum over all "
-                    "packings."
-                )
             if id(value) in seen:
                 value = f"{_SAME}{seen[id(value)]}"
             else:

@@ -105,18 +105,9 @@ class StepPlans:
         """Plan the step that begins; check it against the announcement, if any.
 
         Raises:
-            ConfigError: The step has no inputs, they differ from the announced ones, or the
-                schedule has another length of decoders.
+            ConfigError: The step has no inputs, or they differ from the announced ones.
             PackingError: A microbatch has no documents, or a document has no tokens.
-            ReplayMismatchError: A microbatch's process group differs from its graphs' group.
         """
-        length, decoder = schedule.get("seq_length"), schedule.get("decoder_seq_length")
-        if decoder not in (None, length) and not self.pins_rows:
-            raise ConfigError(
-                f"The schedule has decoder_seq_length {decoder}, the length that Megatron's "
-                f"pipeline stages receive, but packed microbatches have {length} rows. Leave it "
-                "out (a script's --decoder-seq-length): it is for models with an encoder."
-            )
         announced, num_microbatches = self._announced, schedule["num_microbatches"]
         if announced is None:
             contents = self._contents(inputs, num_microbatches)
@@ -197,7 +188,6 @@ class StepPlans:
     def _contents_of_banks(self, inputs: StepInputs, num_microbatches: int | None) -> _Contents:
         banks = copy.copy(inputs.contexts)  # its caller may change it
         assert banks is not None
-        self._banks.check(banks)
         if num_microbatches not in (None, len(banks)):
             raise ConfigError(
                 f"rank {self._rank}: the step has {num_microbatches} microbatches, but contexts "

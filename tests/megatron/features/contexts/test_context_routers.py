@@ -5,10 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from torch import nn
 
-from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.features.contexts import follow_groups
 from chunkgraph.megatron.features.contexts.feature import _follows
 
@@ -70,7 +68,7 @@ def test_a_microbatch_of_several_ranks_weighs_as_much_as_its_rows() -> None:
     layer = _Layer()
     router = layer.mlp.router
     own = router.tp_cp_group
-    undo = follow_groups([layer])
+    undo = follow_groups([layer], _Groups())  # type: ignore[arg-type]
     for group in (_Group(4), None):
         layer(packed_seq_params=SimpleNamespace(cp_group=group))
     undo()
@@ -92,8 +90,7 @@ def test_a_microbatch_of_several_ranks_weighs_as_much_as_its_rows() -> None:
 class _Groups:
     """Groups of microbatches on one, two and four ranks, with two tensor-parallel ranks."""
 
-    def __init__(self, for_routers: Any = "made") -> None:
-        self.for_routers = for_routers
+    def __init__(self) -> None:
         self.two, self.four = _Group(2), _Group(4)
         self._of_routers = {self.two: _Group(4), self.four: _Group(8), None: None}
 
@@ -101,12 +98,8 @@ class _Groups:
         return self._of_routers[group]
 
 
-def test_routers_that_would_count_over_others_are_refused() -> None:
+def test_a_model_follows_the_groups_that_it_was_given() -> None:
     chunks, groups = [nn.Sequential(_Layer(), _Layer(num_tensor_ranks=2))], _Groups()
-    for wrong_groups in (None, _Groups(for_routers=None)):
-        with pytest.raises(ConfigError, match="1 of model chunk 0 has experts on several tensor"):
-            follow_groups(chunks, wrong_groups)  # type: ignore[arg-type]
-    assert not any(layer._forward_pre_hooks for layer in chunks[0])
     undo = follow_groups(chunks, groups)  # type: ignore[arg-type]
     assert _follows(chunks, groups)  # type: ignore[arg-type]
     assert not _follows(chunks, _Groups())  # type: ignore[arg-type]

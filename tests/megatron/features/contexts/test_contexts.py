@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from thread_ranks import Agreeing, run_ranks
 from torch import nn
 
 from chunkgraph.engine import ChunkGraphs, StepPlan
-from chunkgraph.errors import ConfigError, ReplayMismatchError, SlotError, TopologyError
+from chunkgraph.errors import ConfigError, SlotError, TopologyError
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.feature import StepInputs
 from chunkgraph.megatron.features.contexts import (
@@ -87,6 +88,9 @@ def test_sizes_that_cannot_be(groups: ContextGroups) -> None:
         groups.of(8)
     with pytest.raises(TopologyError, match="cannot be divided into groups of 2"):
         ContextGroups.create([[0]], [2])
+    groups._groups[2] = torch.distributed.group.WORLD
+    with pytest.raises(TopologyError, match=r"ranks \[0\] has no group of routers among"):
+        groups.of_routers(groups.of(2))
 
 
 def test_a_key_is_its_group(groups: ContextGroups) -> None:
@@ -96,9 +100,6 @@ def test_a_key_is_its_group(groups: ContextGroups) -> None:
     assert same == banks.keys[0]
     assert hash(same) == hash(banks.keys[0])
     assert other not in banks.keys
-    banks.check([same, banks.keys[2]])
-    with pytest.raises(ReplayMismatchError, match=r"Microbatch 1 \(CP 4 .* another process group"):
-        banks.check([same, other])
 
 
 def test_the_announcements_of_a_step(groups: ContextGroups) -> None:
@@ -149,5 +150,4 @@ def test_the_announcements_of_a_step(groups: ContextGroups) -> None:
             call()
     with pytest.raises(ConfigError, match="3 microbatches, but contexts for 1"):
         begin([four], "", 3)
-    with pytest.raises(ReplayMismatchError, match="another process group"):
-        begin([replace(four, group=object())], "", 1)
+    assert begin([replace(four, group=object())], "", 1)[0] == "not captured"
