@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-FIGURES = ("speed_s256", "speed_s1024", "speed_s4096", "dense_pp2_fused")
+FIGURES = ("h200_s1024", "h200_dropless_s1024", "dense_pp2_fused", "speed_s256", "speed_s4096")
 """Documents in `benchmarks/` that `benchmarks/training.py --json` wrote: the rows of README."""
 _COLUMNS = (
     "Sequence",
@@ -41,12 +41,15 @@ def figures() -> str:
         path = ROOT / "benchmarks" / f"{name}.json"
         document = json.loads(path.read_text(encoding="utf-8"))
         model, train = document["settings"]["model"], document["settings"]["train"]
+        experts = document["settings"]["moe"]["num_moe_experts"]
+        kind = f"{model['num_layers']} x {model['hidden_size']}"
+        kind += (", FP8" if model.get("fp8") else "") + (f", {experts} experts" if experts else "")
         variants = {one["name"]: one for one in document["variants"]}
         eager, layers, chunk = map(variants.get, ("eager", "transformer_engine", "chunk"))
         gpu = document["device"].removeprefix("NVIDIA ").partition(" ")[0]
         cells = [
             f"[{model['seq_length']}](benchmarks/{name}.json)",
-            f"{model['num_layers']} x {model['hidden_size']}",
+            kind,
             "on" if train["gradient_accumulation_fusion"] else "off",
             f"{document['num_gpus']} x {gpu}",
             *(f"{one['step_ms']:.0f} ms" if one else "-" for one in (eager, layers, chunk)),

@@ -32,7 +32,7 @@ def add_config(parser: argparse.ArgumentParser, *, is_required: bool = False) ->
     what = "YAML file, such as those in configs/"
     parser.add_argument("config", nargs=nargs, metavar="CONFIG", help=what)
     what = "settings that replace the file's, such as train.lr=0.01"
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=what)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=what)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

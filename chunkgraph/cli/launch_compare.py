@@ -30,8 +30,6 @@ _OWN = ("chunk", "eager")
 """The runs that must succeed; the first may be refused."""
 _GAIN = 1.05
 """Graphs pay if eager steps take at least this multiple of their time."""
-_SPREADS = 2
-"""A run is within the spread of eager runs up to this multiple of their own distance."""
 
 
 def compare(launch: Launch, num_steps: int, against: Sequence[str], json_file: Path | None) -> int:
@@ -133,8 +131,8 @@ def _equality(run: Run, eager: Run, again: Run) -> str:
     line = f"{run['name']} differs from eager training from step {step} on, by {gap:.1e}"
     if not spread:
         return f"{line}; eager training repeats itself."
-    within = "within" if gap <= _SPREADS * spread else "NOT within"
-    return f"{line}; eager training does not repeat itself: {within} its spread of {spread:.1e}."
+    place = f"{'' if gap <= 2 * spread else 'NOT '}within twice its spread, {spread:.1e}"
+    return f"{line}; eager training does not repeat itself: {place}."
 
 
 def _num_equal(run: Run, eager: Run) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
+from math import inf
 from operator import mul
 from typing import TYPE_CHECKING
 
@@ -102,7 +105,7 @@ def print_pages(
         return
     counts = [_counts(args, row) for row in rows]
     plans, ratio = _simulated(request, args, counts)
-    cells = []
+    cells, of_host = [], 0
     for plan, count, row in zip(plans, counts, rows, strict=True):
         line = [str(row.plan.rank), " ".join(map(str, count)), str(len(plan.pages))]
         if row.memory is not None:
@@ -110,10 +113,13 @@ def print_pages(
             moved = 2 * sum(sizes[page.key[0]] for page in plan.pages)
             slots, pinned = (sum(map(mul, n, sizes)) for n in (count, plan.num_buffers))
             line += map(format_bytes, (slots, moved, pinned))
+            of_host += pinned
         cells.append(line)
     headings = ("Rank", "Slots per chunk", "Pages", "Slots", "Moved", "Pinned memory")
     console.print("Pages: activations on the host, in one step", style="bold")
     console.print(table(headings[: len(cells[0])], cells))
+    if of_host:
+        console.print(f"Pinned memory of all ranks: {format_bytes(of_host)}.")
     console.print(
         f"Simulated step: {ratio:.3f} of that with all slots, if a page takes "
         "{:g} forwards to the host and {:g} back.".format(*args.page_time),
@@ -129,12 +135,16 @@ def print_fewer_slots(
         count = min(request.num_microbatches, 4 * (request.group_size or request.num_ranks))
         request = replace(request, num_microbatches=count)
     full = [row.plan.slots_per_chunk for row in rows]
-    for most in range(1, max(map(max, full))):
+
+    @cache
+    def ratio_of(most: int) -> float:
         with suppress(ConfigError):  # too few
             counts = [tuple(min(count, most) for count in own) for own in full]
-            _, ratio = _simulated(request, args, counts)
-            if ratio <= _TOLERANCE:
-                times = "{:g} {:g}".format(*args.page_time)
-                how = f"(--slots, --page-time {times})"
-                console.print(f"{most} slots of a chunk take {ratio:.3f} of its step {how}.")
-                return
+            return _simulated(request, args, counts)[1]
+        return inf
+
+    fewer = range(1, max(map(max, full)))
+    index = bisect_left(fewer, True, key=lambda most: ratio_of(most) <= _TOLERANCE)
+    for most in fewer[index : index + 1]:
+        how = "(--slots, --page-time {:g} {:g})".format(*args.page_time)
+        console.print(f"{most} slots of a chunk take {ratio_of(most):.3f} of its step {how}.")

@@ -94,7 +94,7 @@ class Capturer:
 
     def _capture_together(self, make_samples: MakeSamples) -> JointCapture:
         """Capture on this rank, and exchange the outcome with all ranks, unless one is lost."""
-        lockstep = Lockstep(self.agree)
+        lockstep = Lockstep(self.agree, has_limit=self.settings.limit is not None)
         progress = _Progress(self.settings)
         label = rank_label(self.chunks)
         own_error: ChunkGraphError | None = None
@@ -104,6 +104,12 @@ class Capturer:
             samples = make_samples()
             chunks = self._checked_chunks(samples)
             lockstep.begin(None)
+            if lockstep.some_have_limits:
+                own = "has no limit of" if self.settings.limit is None else "limits its"
+                raise CaptureError(
+                    f"{label} {own} slots, unlike other ranks, so they would wait for each other "
+                    "forever.\n  To do: set max_slots, or max_slot_memory, on all ranks or on none."
+                )
             settings = replace(
                 self.settings,
                 begin_part=lockstep.begin,
@@ -188,14 +194,17 @@ class Lockstep:
 
     Args:
         agree: element-wise maximum over all ranks.
+        has_limit: whether this rank limits its slots.
 
     Attributes:
         bank: the bank whose graphs this rank captures; None if not a single bank.
+        some_have_limits: whether some ranks limit their slots, and others do not.
     """
 
-    def __init__(self, agree: Agree) -> None:
+    def __init__(self, agree: Agree, *, has_limit: bool = False) -> None:
         self._agree = agree
-        self._has_ended = False
+        self._limits = int(has_limit), int(not has_limit)
+        self.some_have_limits = self._has_ended = False
         self.bank: Hashable | None = None
 
     def begin(self, bank: Hashable | None) -> None:
@@ -231,8 +240,9 @@ class Lockstep:
             self._ask(has_failed=True, is_working=False)
 
     def _ask(self, *, has_failed: bool, is_working: bool, is_true: bool = False) -> bool:
-        values = [int(has_failed), int(is_working), int(is_true)]
-        some_failed, some_work, some_true = self._agree(values)
+        values = [int(has_failed), int(is_working), int(is_true), *self._limits]
+        some_failed, some_work, some_true, *limits = self._agree(values)
+        self.some_have_limits = all(limits)
         self._has_ended = bool(some_failed) or not some_work
         if some_failed and not has_failed:
             raise StoppedElsewhere

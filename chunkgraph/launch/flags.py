@@ -81,7 +81,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for item in FLAGS:
         if item.flag == GRANULARITY and is_megatrons:
             continue
-        more: dict[str, Any] = {"type": item.kind, "metavar": "NAME" if item.kind is str else "N"}
+        of_text = "SIZE" if item.path.endswith("_memory") else "NAME"
+        more: dict[str, Any] = {"type": item.kind, "metavar": of_text if item.kind is str else "N"}
         if choices := ("false", "true") if item.kind is bool else item.choices:
             more = {"choices": choices}
         elif item.is_list:

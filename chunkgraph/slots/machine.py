@@ -41,8 +41,7 @@ class SlotMachine:
 
     A step is ``begin_step``, then any legal order of ``acquire_forward``, ``begin_backward`` and
     ``release``, then ``end_step``, or ``abort_step`` after an exception. With a split backward,
-    ``await_last`` and ``begin_last`` come before ``release``. Acquiring and releasing take a few
-    list operations, independent of the number of slots. Not thread-safe.
+    ``await_last`` and ``begin_last`` come before ``release``. Not thread-safe.
 
     Args:
         num_slots: Number of slots of each chunk.
@@ -71,6 +70,11 @@ class SlotMachine:
         """Return the number of free slots of ``chunk``."""
         return self._free[self._set_of[chunk]].bit_count()
 
+    def _next_free(self, chunk: int) -> int:
+        """Return the lowest free slot of ``chunk``."""
+        free = self._free[self._set_of[chunk]]
+        return (free & -free).bit_length() - 1
+
     def begin_step(self) -> None:
         """Start a step; the one before has ended, or was aborted."""
         self._events.clear()
@@ -83,9 +87,7 @@ class SlotMachine:
             SlotError: No slot is free.
         """
         microbatch = self._num_forwards[chunk]
-        of_set = self._set_of[chunk]
-        free = self._free[of_set]
-        if not free:
+        if not self.num_free(chunk):
             owner = "the rank" if len(self._free) < len(self._set_of) else f"chunk {chunk}"
             raise self._error(
                 f"forward chunk {chunk} microbatch {microbatch}",
@@ -93,9 +95,8 @@ class SlotMachine:
                 "plan the slots for the schedule that actually runs (chunkgraph plan), or check "
                 "that every forward is followed by its backward",
             )
-        lowest = free & -free
-        slot = lowest.bit_length() - 1
-        self._free[of_set] = free ^ lowest
+        slot = self._next_free(chunk)
+        self._free[self._set_of[chunk]] ^= 1 << slot
         self._num_forwards[chunk] += 1
         self.latest_turn = turn = self.latest_turn + 1
         self._uses[chunk, slot] = _Use(microbatch, turn)
@@ -243,5 +244,4 @@ class SlotMachine:
             f"     {name} chunk {chunk} microbatch {microbatch} slot {slot}"
             for name, chunk, microbatch, slot in self._events[-_NUM_SHOWN:]
         ]
-        lines.append(f"  -> {call}")
-        return SlotError("\n".join(lines))
+        return SlotError("\n".join([*lines, f"  -> {call}"]))

@@ -4,13 +4,11 @@ A chunk may have fewer slots than its schedule has microbatches in flight. Some 
 only around their forward and their backward. In between, what the forward saved is a *page* in host
 memory. It leaves once, right after the forward, and comes back into any slot: all are alike.
 
-Time is counted in actions of the rank. A page holds its slot for ``hold`` actions after its
-forward. It takes one ``lead`` actions before its backward, or earlier where slots are idle, and
-keeps it to the end of the backward (of the weight half, if it is split). Both are as long as a copy
-takes, or shorter if slots are few. Where more slots would be held than there are, the microbatch
-whose backward is furthest leaves (Belady): no choice moves fewer pages. A page waits for nothing
-but copies and actions of its own rank, so ranks wait for each other in no cycle that their schedule
-lacks.
+Which microbatches leave is a search: from all, none and some of them, one or two are changed at a
+time, as long as simulated copies delay the rank less, or fewer are needed. A page comes back as
+early as slots are idle, in the order of backwards, and keeps its slot to the end of its backward
+(of the weight half, if it is split). It waits for nothing but copies and actions of its own rank,
+so ranks wait for each other in no cycle that their schedule lacks.
 """
 
 from __future__ import annotations
@@ -18,20 +16,22 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from heapq import heappop, heappush
-from math import ceil
+from itertools import accumulate
+from math import inf
 from statistics import fmean
 
 from chunkgraph.errors import ConfigError
-from chunkgraph.schedules import Action, CostModel, Op, Schedule, build_schedule
+from chunkgraph.schedules import Action, CostModel, Op, Schedule, Span, build_schedule, simulate
 from chunkgraph.slots.plan import SlotPlan
 
 _Key = tuple[int, int]
 """Chunk and microbatch."""
-
-_LONGEST = 8
-"""Most actions for which a slot is held after a forward, or taken before a backward."""
+_Positions = Mapping[_Key, Sequence[int]]
+"""Positions of the actions of each microbatch."""
+_MOST = 400
+"""How many sets of pages are tried until the last round of changes begins."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,36 +143,64 @@ def plan_pages(
     Raises:
         ConfigError: A chunk has too few slots.
     """
+    least_slots(schedule, rank, num_slots)
     actions, costs = schedule.compute_actions(rank), costs or CostModel()
-    mean_ms = fmean(costs.duration_ms(action.op) for action in actions)
-    hold, lead = (ceil(ms / mean_ms) for ms in (costs.page_out_ms, costs.page_in_ms))
-    ways = [(max(1, min(hold, most)), min(lead, most)) for most in range(_LONGEST, -1, -1)]
-    pages: list[Page] = []
-    for c, count in enumerate(num_slots):
-        if count is None:
-            continue
-        own = {key: at for key, at in _positions(schedule, rank).items() if key[0] == c}
-        found = (_pages(own, count, *way) for way in ways)
-        of_chunk = next((pages for pages in found if pages is not None), None)
-        if of_chunk is None:
-            raise ConfigError(
-                f"rank {rank}: {list(num_slots)} slots are too few for schedule {schedule.name!r} "
-                f"with {schedule.num_microbatches} microbatches, whose chunks need at least "
-                f"{list(least_slots(schedule, rank))} even if every page leaves. Allow more slots "
-                "(max_slots, --slots), or more memory for them (max_slot_memory)."
-            )
-        pages += of_chunk
-    pages.sort(key=lambda page: (page.begin, page.backward))
     keys = tuple((schedule.chunk_of(action.stage), action.microbatch) for action in actions)
-    return PagePlan(actions=actions, keys=keys, num_slots=tuple(num_slots), pages=tuple(pages))
+    positions = {
+        key: at for key, at in _positions(schedule, rank).items() if num_slots[key[0]] is not None
+    }
+    spans = simulate(schedule, costs).spans[rank]
+
+    plan = partial(PagePlan, actions=actions, keys=keys, num_slots=tuple(num_slots))
+
+    @cache
+    def cost_of(leaving: frozenset[_Key]) -> tuple[float, int]:
+        pages = _pages(positions, num_slots, leaving)
+        delay_ms = inf if pages is None else _delay_ms(plan(pages=pages), costs, spans)
+        return delay_ms, len(leaving)
+
+    able = {key for key, at in positions.items() if at[1] > at[0] + 1}
+    pairs = ({key, (key[0], key[1] + far)} for key in sorted(able) for far in range(3))
+    moves = [pair for pair in pairs if pair <= able]
+    starts = [frozenset(key for key in able if key[1] % 3 >= stays) for stays in range(4)]
+    best = min(starts, key=cost_of)
+    for start in sorted(starts, key=cost_of):
+        before, leaving = None, start
+        while before != leaving and cost_of(best) > (0, 0) and cost_of.cache_info().misses < _MOST:
+            before = leaving
+            for move in moves:
+                leaving = min(leaving, leaving ^ move, key=cost_of)
+        best = min(best, leaving, key=cost_of)
+    return plan(pages=_pages(positions, num_slots, best) or ())
 
 
-def least_slots(schedule: Schedule, rank: int) -> tuple[int, ...]:
-    """Return the smallest numbers of slots with which the chunks of a rank can run a step."""
+def least_slots(
+    schedule: Schedule, rank: int, num_slots: Sequence[int | None] | None = None
+) -> tuple[int, ...]:
+    """Return the smallest numbers of slots with which the chunks of a rank can run a step.
+
+    Args:
+        schedule: A valid schedule.
+        rank: The rank.
+        num_slots: See `plan_pages`; those that there are.
+
+    Raises:
+        ConfigError: A chunk has fewer slots.
+    """
     stays: list[list[tuple[int, int]]] = [[] for _ in range(schedule.num_chunks)]
     for (c, _), (forward, backward, *last) in _positions(schedule, rank).items():
         stays[c] += [(forward, min(forward + 1, backward - 1)), (backward, max((backward, *last)))]
-    return tuple(map(_most_together, stays))
+    least = tuple(map(_most_together, stays))
+    pairs = zip(least if num_slots is None else num_slots, least, strict=True)
+    if any(count is not None and count < needed for count, needed in pairs):
+        raise ConfigError(
+            f"rank {rank}: {list(num_slots or ())} slots are too few for schedule "
+            f"{schedule.name!r} with {schedule.num_microbatches} microbatches, whose chunks need "
+            f"at least {list(least)} even if every page leaves (a split backward keeps its slot "
+            "between its halves). Allow more slots (max_slots, --slots), or more memory for them "
+            "(max_slot_memory)."
+        )
+    return least
 
 
 class PageClock:
@@ -221,33 +249,45 @@ def _positions(schedule: Schedule, rank: int) -> dict[_Key, list[int]]:
 
 
 def _pages(
-    positions: Mapping[_Key, Sequence[int]], num_slots: int, hold: int, lead: int
-) -> list[Page] | None:
-    """Return the pages of a chunk; None if the slots are too few."""
-    held = Counter(p for at in positions.values() for p in range(at[0], at[-1] + 1))
-    leaving: dict[_Key, Sequence[int]] = {}
-    for position in sorted(held):
-        while held[position] > num_slots:
-            others = [
-                (at[1], key)
-                for key, at in positions.items()
-                if key not in leaving and at[0] + hold < position < at[1] - lead
-            ]
-            if not others:
-                return None
-            backward, key = max(others)
-            leaving[key] = at = positions[key]
-            held.subtract(range(at[0] + hold + 1, backward - lead))
-    pages: list[Page] = []
-    earliest = 0
-    for key, (forward, backward, *_) in sorted(leaving.items(), key=lambda item: item[1][1]):
-        earliest, begin = max(earliest, forward + hold + 1), backward - lead
-        while begin > earliest and held[begin - 1] < num_slots:
-            begin -= 1
-            held[begin] += 1
-        earliest = begin
-        pages.append(Page(key=key, forward=forward, begin=begin, backward=backward))
-    return pages
+    positions: _Positions, num_slots: Sequence[int | None], leaving: frozenset[_Key]
+) -> tuple[Page, ...] | None:
+    """Return the pages of microbatches that leave; None if the slots are too few."""
+    last = max((at[-1] for at in positions.values()), default=0)
+    most = [count or 0 for count in num_slots]  # others hold none
+    for hold in (2, 1):  # the second if needed
+        changes = [[0] * (last + 2) for _ in num_slots]
+        for key, at in positions.items():
+            is_away = key in leaving and at[0] + hold < at[1]
+            stays = ((at[0], at[0] + hold), (at[1], at[-1])) if is_away else ((at[0], at[-1]),)
+            for begin, end in stays:
+                changes[key[0]][begin] += 1
+                changes[key[0]][end + 1] -= 1
+        held = [list(accumulate(of_chunk)) for of_chunk in changes]
+        if any(max(of_chunk) > most[c] for c, of_chunk in enumerate(held)):
+            continue
+        pages, earliest = list[Page](), Counter[int]()
+        for key in sorted(leaving, key=lambda key: positions[key][1]):
+            c, (forward, backward, *_) = key[0], positions[key]
+            begin, earliest[c] = backward, max(earliest[c], forward + hold + 1)
+            while begin > earliest[c] and held[c][begin - 1] < most[c]:
+                begin -= 1
+                held[c][begin] += 1
+            earliest[c] = begin
+            pages.append(Page(key=key, forward=forward, begin=begin, backward=backward))
+        return tuple(sorted(pages, key=lambda page: (page.begin, page.backward)))
+    return None
+
+
+def _delay_ms(plan: PagePlan, costs: CostModel, spans: Sequence[Span]) -> float:
+    """Return how much later actions start than without pages: the last one, and twice the mean."""
+    clock, end_ms = PageClock(plan, costs), 0.0
+    delays: list[float] = []
+    for position, span in enumerate(spans):
+        duration_ms = span.end_ms - span.start_ms
+        start = clock(position, max(end_ms, span.start_ms), duration_ms)
+        delays.append(start - span.start_ms)
+        end_ms = start + duration_ms
+    return round(delays[-1] + 2 * fmean(delays), 6) if delays else 0.0
 
 
 def _most_together(stays: Iterable[tuple[int, int]]) -> int:

@@ -48,7 +48,7 @@ def test_help_and_version() -> None:
         ([], "required: COMMAND"),
         (["plan"], "for example: chunkgraph plan --pp 4"),
         (["plan", "--pp", "4", "--schedule", "zbh1"], "Did you mean 'zb-h1'?"),
-        (["train"], "required: CONFIG"),
+        (["train"], "required: CONFIG\n"),
         (["config", CONFIG, "--schema"], "leave out CONFIG"),
         (["train", CONFIG, "--fast"], "unrecognized arguments: --fast"),
         (["train", CONFIG, "--debug", "model.num_layers=6"], "not divisible by 4 stages"),

@@ -43,8 +43,14 @@ def test_a_fast_link_costs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_limit_of_memory_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", CONFIG, "--max-slot-memory", "7MiB"]) == 0
     printed = capsys.readouterr().out
-    assert "Pinned memory" in printed
     assert ratio_of(printed) > 1.0
+    assert main(["plan", CONFIG, "--slots", "2"]) == 0
+    printed = capsys.readouterr().out
+    columns = re.findall(r"^ +\d +\d \d +\d+ .* ([\d.]+) MiB *$", printed, re.MULTILINE)
+    total = re.search(r"Pinned memory of all ranks: ([\d.]+) MiB", printed)
+    assert len(columns) == 2
+    assert total is not None
+    assert sum(map(float, columns)) == pytest.approx(float(total[1]), abs=0.11)
     for arguments, part in (
         ([*BASE, "--max-slot-memory", "1GiB"], "needs a CONFIG"),
         (["plan", CONFIG, "--max-slot-memory", "1MiB"], "not one slot of each chunk"),

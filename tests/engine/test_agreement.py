@@ -17,7 +17,6 @@ from thread_ranks import Agreeing, run_ranks
 import chunkgraph
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, EagerReason, StepMode, agreement
 from chunkgraph.engine.agreement import (
-    Agreement,
     Maximum,
     new_group,
     refuse_differences,
@@ -48,33 +47,6 @@ class Ranks:
             return answer
 
         return wait
-
-
-def test_the_same_question_is_asked_once() -> None:
-    ranks = Ranks(others=[3])
-    agreement = Agreement(ranks)
-    agreement.post([1, 7, -7])
-    assert ranks.num_waits == 0
-    assert agreement.answer([1, 7, -7]) == [3, 7, -7]
-    assert ranks.questions == [[1, 7, -7]]
-    assert agreement.answer([1, 7, -7]) == [3, 7, -7]
-    assert len(ranks.questions) == 2
-
-
-@pytest.mark.parametrize(
-    ("others", "values"),
-    [((0,), [2, 7, -7]), ((0, 8, -8), [1, 7, -7])],
-    ids=["other values here", "another digest elsewhere"],
-)
-def test_another_question_is_asked_and_the_old_one_ends(
-    others: Sequence[int], values: list[int]
-) -> None:
-    ranks = Ranks(others)
-    agreement = Agreement(ranks)
-    agreement.post([1, 7, -7])
-    assert agreement.answer(values)[0] == values[0]
-    assert ranks.questions == [[1, 7, -7], values]
-    assert ranks.num_waits == 2
 
 
 def _graphs(ranks: Ranks, **options: Any) -> ChunkGraphs:

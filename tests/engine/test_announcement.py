@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from thread_ranks import Agreeing, Starting, run_ranks
 
-from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, StepPlan
+from chunkgraph.engine import CaptureOptions, ChunkGraphs, StepPlan
 from chunkgraph.errors import SlotError
 from chunkgraph.graphs import RecorderBackend
 
@@ -139,27 +138,6 @@ def test_the_plan_that_was_announced_binds() -> None:
         pass
 
 
-@pytest.mark.parametrize("wrong", [{"banks": [4]}, {"misfit": "too long"}, {"digest": 8}])
-def test_what_was_announced_holds_after_a_step_that_is_refused(wrong: dict[str, Any]) -> None:
-    graphs = ChunkGraphs(
-        [torch.nn.Linear(4, 4)],
-        [1],
-        backend=RecorderBackend(),
-        takes_misfits=True,
-        banks=Banks((2, 1)),
-    )
-    graphs.announce(StepPlan(misfit="", digest=7))
-    with pytest.raises(SlotError), graphs.step(1, plan=replace(StepPlan([1]), **wrong)):
-        pass
-    with graphs.step(1, plan=StepPlan([1])):
-        pass
-    with (
-        pytest.raises(SlotError, match="neither announced"),
-        graphs.step(1, plan=StepPlan([1])),
-    ):
-        pass
-
-
 def test_a_step_is_announced_once_and_never_left_open() -> None:
     graphs = _alone()
     with pytest.raises(SlotError, match="neither announced"), graphs.step(1):
@@ -170,8 +148,6 @@ def test_a_step_is_announced_once_and_never_left_open() -> None:
     with pytest.raises(SlotError, match="before announce"):
         graphs.capture([torch.ones(2, 4)])
     plain = ChunkGraphs([torch.nn.Linear(4, 4)], [1], backend=RecorderBackend())
-    with pytest.raises(ValueError, match="takes_misfits"), plain.step(1, plan=StepPlan(misfit="")):
-        pass
     with pytest.raises(ValueError, match="takes_misfits"):
         plain.announce(StepPlan(misfit=""))
 
@@ -188,6 +164,3 @@ def test_announcements_are_taken_back_between_steps() -> None:
     graphs.announce(StepPlan(misfit=""))  # there is no earlier announcement left
     with graphs.step(1):
         pass
-    plain = ChunkGraphs([torch.nn.Linear(4, 4)], [1], backend=RecorderBackend())
-    with pytest.raises(ValueError, match="takes_misfits"):
-        plain.withdraw()

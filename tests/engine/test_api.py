@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from toys import Apply
 
-from chunkgraph.engine import Banks, CaptureOptions, Chunk, ChunkGraphs, Host, StepPlan
-from chunkgraph.engine.split.program import Split
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, Host
 from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import RecorderBackend
 from chunkgraph.slots import plan_slots
@@ -50,7 +49,6 @@ def test_one_module_and_one_number_of_slots(chunks: Any, num_slots: Any) -> None
         ([Stage(), None], "Chunk 1 is None"),
         ([], "There are no chunks"),
         (Chunk.from_module(Stage(), "it", program="split"), "it: program is 'split'. Pass FORWARD"),
-        (Chunk.from_module(Stage(), "it", program=Split), "it: program is <class .*an instance"),
     ],
 )
 def test_what_is_no_chunk_is_refused(chunks: Any, named: str) -> None:
@@ -58,19 +56,9 @@ def test_what_is_no_chunk_is_refused(chunks: Any, named: str) -> None:
         ChunkGraphs(chunks, 1)
 
 
-@pytest.mark.parametrize(
-    ("num_slots", "error", "named"),
-    [
-        (None, TypeError, "'NoneType' object cannot be interpreted as an integer"),
-        ([2.0], TypeError, "'float' object"),
-        ([0], ConfigError, r"num_slots is \[0\] for 1 chunks.*ChunkGraphs.for_schedule"),
-        ([2, 2], ConfigError, r"num_slots is \[2, 2\] for 1 chunks"),
-    ],
-)
-def test_what_is_no_slot_count_is_refused(
-    num_slots: Any, error: type[Exception], named: str
-) -> None:
-    with pytest.raises(error, match=named):
+@pytest.mark.parametrize("num_slots", [[0], [2, 2]])
+def test_what_is_no_slot_count_is_refused(num_slots: Any) -> None:
+    with pytest.raises(ConfigError, match=r"for 1 chunks.*ChunkGraphs.for_schedule"):
         ChunkGraphs(Stage(), num_slots)
 
 
@@ -122,21 +110,9 @@ def test_a_schedule_that_is_unknown_or_unbounded_is_refused() -> None:
 def test_callables_and_graphs_say_what_they_are() -> None:
     graphs = ChunkGraphs([Stage()], [2], backend=RecorderBackend())
     call = graphs.callables[0]
-    assert repr(call).startswith("<function Stage (chunk 0) at ")
-    assert call.__name__ == "Stage"
     assert call.__doc__ == "Scale a linear map."
     assert list(inspect.signature(call).parameters) == ["hidden", "scale"]
-    assert repr(graphs.counters) == "Counters()"
     assert repr(graphs) == "<ChunkGraphs of chunk 0 with 2 slots; captured: False; Counters()>"
-    train(graphs)
-    assert "captured: True; Counters(captures=2, capture_sessions=1, replays=1," in repr(graphs)
-    assert "fallbacks={'capture warmup': 1}" in repr(graphs.counters)
-
-
-def test_samples_that_do_not_fit_the_chunks_are_refused() -> None:
-    graphs = ChunkGraphs(Stage(), 1, backend=RecorderBackend())
-    with pytest.raises(ConfigError, match="got one tensor as samples of 1 chunks"):
-        graphs.capture(torch.ones(1, 4))  # type: ignore[arg-type]
 
 
 def test_generators_and_progress_are_declared_in_a_host() -> None:
@@ -162,20 +138,6 @@ def test_generators_and_progress_are_declared_in_a_host() -> None:
     assert torch.equal(output.detach(), expected[None])
 
 
-def test_a_frozen_module_is_captured_on_its_device() -> None:
-    module = nn.Linear(4, 4).requires_grad_(False)
-    graphs = ChunkGraphs([module], [1])
-    for seed in range(3):
-        torch.manual_seed(seed)
-        x = torch.randn(2, 4, requires_grad=True)
-        with graphs.step(1):
-            graphs.callables[0](x).square().sum().backward()
-        expected = x.detach().requires_grad_()
-        module(expected).square().sum().backward()
-        assert torch.equal(x.grad, expected.grad)
-    assert graphs.counters.replays == 2
-
-
 def test_a_module_without_a_device_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"chunk 0: the parameters are on no device\. Put all"):
         ChunkGraphs([nn.Tanh()], [1])
@@ -185,10 +147,8 @@ def test_a_module_without_a_device_is_refused() -> None:
     ("option", "named"),
     [
         ({"verify": "Shadow"}, r"verify is 'Shadow'.*Did you mean 'shadow'\?"),
-        ({"verify": "x" * 10_000}, "^.{0,300}$"),
         ({"on_failure": "warn"}, "on_failure is 'warn'; it must be 'raise' or 'eager'"),
         ({"num_warmup_steps": -3}, "num_warmup_steps is -3; it must be a whole number, 0 or"),
-        ({"num_warmup_steps": True}, "num_warmup_steps is True"),
         ({"num_verify_steps": -1}, "num_verify_steps is -1.*or None for all steps"),
         ({"verify_every": 0}, "verify_every is 0; it must be a whole number, 1 or greater"),
         ({"shared_slots": "no"}, "shared_slots is 'no'; it must be True or False"),
@@ -199,35 +159,10 @@ def test_options_that_cannot_be_are_refused(option: dict[str, Any], named: str) 
         CaptureOptions(**option)
 
 
-@pytest.mark.parametrize("keys", [(), (2, 1, 2)])
-def test_banks_have_different_keys(keys: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="at least one key, and each once"):
-        Banks(keys)
-
-
-def test_misfits_are_declared() -> None:
-    with pytest.raises(ConfigError, match=r"drops_failed=True\) needs .* takes_misfits=True too"):
-        ChunkGraphs(Stage(), 1, banks=Banks(drops_failed=True))
-    graphs = ChunkGraphs(Stage(), 1)
-    with pytest.raises(ConfigError, match=r"takes none.*takes_misfits=True"):
-        graphs.announce(StepPlan(misfit="too long"))
-
-
-@pytest.mark.parametrize(
-    ("text", "is_on"),
-    [("0", False), ("false", False), ("No", False), ("OFF", False), ("", True), ("true", True)],
-)
-def test_memset_kernels_come_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch, text: str, is_on: bool
-) -> None:
-    monkeypatch.setenv("CHUNKGRAPH_MEMSET_KERNELS", text)
-    assert CaptureOptions().memset_kernels is is_on
-
-
-def test_an_environment_that_says_neither_yes_nor_no_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memset_kernels_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, is_on in (("0", False), ("OFF", False), ("", True), ("true", True)):
+        monkeypatch.setenv("CHUNKGRAPH_MEMSET_KERNELS", text)
+        assert CaptureOptions().memset_kernels is is_on
     monkeypatch.setenv("CHUNKGRAPH_MEMSET_KERNELS", "never")
     with pytest.raises(ConfigError, match=r"MEMSET_KERNELS is 'never'\. Set it to one of 1, tr"):
         CaptureOptions()
-    assert CaptureOptions(memset_kernels=True).memset_kernels

@@ -1,4 +1,4 @@
-"""Banks: slots with one variant for each length, replayed in any mixture."""
+"""Banks: slots with one variant for each length, in any mixture; banks that cannot be captured."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from thread_ranks import Agreeing, run_ranks
 from torch import nn
 from toys import Apply
 
 from chunkgraph.engine import Banks, CaptureOptions, Chunk, ChunkGraphs, StepPlan
 from chunkgraph.engine.capture.static_inputs import SlotStatics
+from chunkgraph.engine.joint_capture import Lockstep, StoppedElsewhere
 from chunkgraph.errors import CaptureError, ConfigError, ReplayMismatchError, SlotError
 from chunkgraph.graphs import GraphBackend
 
@@ -46,6 +48,12 @@ def derive(_c: int, args: tuple[Any, ...], kwargs: dict[str, Any], of: Any, key:
 def modules(device: torch.device) -> list[Rows]:
     torch.manual_seed(3)
     return [Rows().to(device) for _ in range(2)]
+
+
+def samples(backend: GraphBackend) -> dict[int, list[Any]]:
+    """Return a sample of each bank for one chunk."""
+    x = torch.ones(12, WIDTH, device=backend.device, requires_grad=True)
+    return {key: [(derive(0, (x,), {}, 12, key)[0][0], key)] for key in BANKS}
 
 
 Order = list[tuple[int, int]]
@@ -220,21 +228,6 @@ def test_a_call_of_another_length_than_announced_is_named(graphs: ChunkGraphs) -
         sum(_forward(graphs, 6).sum() for _ in range(2))
 
 
-def test_a_sample_that_cannot_be_derived_fails_the_session(backend: GraphBackend) -> None:
-    def fails(*_: Any) -> Any:
-        raise RuntimeError("cannot be cut")
-
-    graphs = ChunkGraphs(
-        modules(backend.device)[:1], [2], backend=backend, banks=Banks(BANKS, fails)
-    )
-    _train(graphs, 12)
-    with (
-        pytest.raises(CaptureError, match="cannot be cut"),
-        graphs.step(1, plan=StepPlan([12])),
-    ):
-        pass
-
-
 @pytest.mark.parametrize("bad", [12, 6])
 def test_a_sample_that_a_chunk_refuses_fails_the_session(backend: GraphBackend, bad: int) -> None:
     """Both for a sample of a step and for a derived one."""
@@ -269,7 +262,110 @@ def test_static_memory_of_two_slots_is_proved_apart(
     one_for_all = SlotStatics()
     monkeypatch.setattr(session, "SlotStatics", lambda _: one_for_all)
     graphs = ChunkGraphs(modules(backend.device)[:1], [2], backend=backend, banks=Banks(BANKS))
-    x = torch.ones(12, WIDTH, device=backend.device, requires_grad=True)
-    samples = {key: [(derive(0, (x,), {}, 12, key)[0][0], key)] for key in BANKS}
     with pytest.raises(MemoryPlanError, match=r"\(its inputs loaded\) overwrites"):
-        graphs.capture(samples)
+        graphs.capture(samples(backend))
+
+
+# Banks that cannot be captured, and ranks that stop together.
+
+HOST_READ = "(__float__ reads a tensor on the host|not permitted when stream is capturing)"
+
+
+class Faulty(Rows):
+    """Reads a number on the host in ``faulty`` banks, so that their capture fails."""
+
+    faulty: tuple[int, ...] = ()
+
+    def forward(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        y = super().forward(x, rows)
+        if rows in self.faulty:
+            float(y.detach().sum())
+        return y
+
+
+def with_faults(backend: GraphBackend, *faulty: int) -> tuple[Faulty, ChunkGraphs]:
+    torch.manual_seed(5)
+    module = Faulty().to(backend.device)
+    module.faulty = faulty
+    banks = Banks(BANKS, derive, drops_failed=True)
+    graphs = ChunkGraphs([module], [3], backend=backend, banks=banks, takes_misfits=True)
+    return module, graphs
+
+
+def test_what_was_dropped_is_tried_again_after_a_release(backend: GraphBackend) -> None:
+    """Its part that was captured does not disturb the other banks."""
+    module, graphs = with_faults(backend, 12)
+
+    def run_one(bank: int, call: Any = graphs.callables[0]) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        x = torch.linspace(-1, 1, bank * WIDTH, device=backend.device).view(-1, WIDTH)
+        y = call(x.requires_grad_(), rows=bank)
+        module.zero_grad()
+        y.square().sum().backward()
+        return [y.detach().clone(), *(p.grad.clone() for p in (x, *module.parameters()))]
+
+    with graphs.step(1, plan=StepPlan([3], misfit="")):
+        run_one(3)
+    with (
+        pytest.warns(UserWarning, match=rf"{HOST_READ}(.|\n)*go on without graphs of 12"),
+        graphs.step(1, plan=StepPlan([12], misfit="")),
+    ):
+        run_one(12)
+    assert graphs.misfit_of([3, 6]) == ""
+    for bank in (3, 6):
+        with graphs.step(1, plan=StepPlan([bank], misfit="")) as mode_of_step:
+            results = run_one(bank)
+        assert mode_of_step.value == "replay"
+        assert same(results, run_one(bank, module))
+    reason = graphs.misfit_of([3, 12])
+    assert reason == "no graphs of 12: its capture failed"
+    with graphs.step(1, plan=StepPlan([12], misfit=reason)):
+        run_one(12)
+    assert graphs.counters.missing_banks == {reason: 2}
+    assert graphs.counters.fallbacks == {"capture warmup": 1, "no graphs of a bank": 2}
+    graphs.release()
+    module.faulty = ()
+    for mode in ("eager", "replay"):
+        with graphs.step(1, plan=StepPlan([12], misfit="")) as mode_of_step:
+            run_one(12)
+        assert mode_of_step.value == mode
+    assert graphs.counters.captures == 6 + 9
+
+
+def test_the_last_bank_fails_the_session(backend: GraphBackend) -> None:
+    _, graphs = with_faults(backend, *BANKS)
+    with (
+        pytest.warns(UserWarning, match="All ranks go on without graphs of") as warnings,
+        pytest.raises(CaptureError, match=HOST_READ),
+    ):
+        graphs.capture(samples(backend))
+    assert len(warnings) == 2
+
+
+@pytest.mark.parametrize("fails_at", [None, 0, 2, 5])
+def test_ranks_with_different_numbers_of_graphs_end_together(fails_at: int | None) -> None:
+    """Rank 1 fails after ``fails_at`` of its six graphs; the others have two and nine."""
+    ranks = Agreeing(3)
+    ended: dict[int, str] = {}
+
+    def session(rank: int) -> None:
+        lockstep = Lockstep(ranks.rank(rank))
+        try:
+            for number in range((2, 6, 9)[rank]):
+                lockstep.begin("large" if number < 3 else "small")
+                if rank == 1 and number == fails_at:
+                    raise CaptureError
+            lockstep.finish()
+            ended[rank] = "done"
+        except StoppedElsewhere:
+            ended[rank] = "stopped"
+        except CaptureError:
+            lockstep.fail()
+            ended[rank] = f"failed in {lockstep.bank}"
+
+    run_ranks(3, session)
+    if fails_at is None:
+        assert ended == {0: "done", 1: "done", 2: "done"}
+    else:
+        bank = "large" if fails_at < 3 else "small"
+        assert ended == {0: "stopped", 1: f"failed in {bank}", 2: "stopped"}

@@ -141,26 +141,6 @@ def test_one_output_that_is_returned_twice_is_one_tensor(both: Callable[..., Non
     both(Apply(lambda m, x: dict.fromkeys("ab", m.layer(x)), layer=layer), body)
 
 
-def test_a_returned_buffer_stays_the_buffer(both: Callable[..., None]) -> None:
-    """So does a frozen parameter, which can be thawed."""
-
-    def body(module: Any, call: Callable[..., Any]) -> list[Any]:
-        y, *own = call(torch.randn(4, 8, device=module.frozen.device))
-        y.square().sum().backward()
-        kept.extend(own)
-        return own
-
-    kept: list[torch.Tensor] = []
-    module = Apply(
-        lambda m, x: (m.norm(x), m.frozen, m.norm.running_mean),
-        norm=nn.BatchNorm1d(8),
-        frozen=nn.Parameter(torch.ones(8), requires_grad=False),
-    )
-    of_graphs = both(module, body, num_steps=3, count=2, begin=kept.clear)
-    of_graphs.frozen.requires_grad_()
-    assert [tensor.requires_grad for tensor in kept] == [True, False] * 6
-
-
 def test_another_use_of_the_outputs_than_captured_is_refused(backend: GraphBackend) -> None:
     module = two_heads().to(backend.device)
     graphs = ChunkGraphs([module], [1], backend=backend)
@@ -172,52 +152,14 @@ def test_another_use_of_the_outputs_than_captured_is_refused(backend: GraphBacke
             graphs.callables[0](rows(module))[0].sum().backward()
 
 
-def step_and_clear(module: nn.Module, optimizer: Any) -> None:
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def halve(module: nn.Module, _: Any) -> None:
-    for p in module.parameters():
-        p.grad = p.grad * 0.5
-
-
-def halve_data(module: nn.Module, _: Any) -> None:
-    for p in module.parameters():
-        p.grad.data = p.grad.data * 0.5  # the same tensor in other memory
-
-
-def clear_one(module: nn.Module, _: Any) -> None:
-    next(iter(module.parameters())).grad = None
-
-
-def keep_and_drop(module: Any, _: Any) -> None:
-    module.kept = [*getattr(module, "kept", []), *[p.grad for p in module.parameters()]]
-    module.zero_grad(set_to_none=True)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        step_and_clear,
-        halve,
-        halve_data,
-        clear_one,
-        keep_and_drop,
-        lambda module, _: module.zero_grad(set_to_none=False),
-        lambda module, _: nn.utils.clip_grad_norm_(module.parameters(), 0.1),
-    ],
-)
-def test_what_is_done_to_gradients_between_steps_counts(
-    both: Callable[..., None], change: Callable[..., None]
-) -> None:
-    def body(module: Any, call: Callable[..., Any]) -> list[Any]:
+def test_gradients_may_get_other_memory_between_steps(both: Callable[..., None]) -> None:
+    def body(module: nn.Module, call: Callable[..., Any]) -> list[Any]:
         call(rows(module)).square().mean().backward()
-        change(module, torch.optim.SGD(module.parameters(), lr=0.1))
-        return [*getattr(module, "kept", []), *(p.detach().clone() for p in module.parameters())]
+        for p in module.parameters():
+            p.grad.data = p.grad.data * 0.5
+        return []
 
-    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    both(module, body, num_steps=3)
+    both(nn.Linear(8, 8), body, num_steps=3)
 
 
 @pytest.mark.parametrize("asks", ["grad", "grad of a parameter", "inputs"])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -26,8 +25,7 @@ from toys import (
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, StepMode
 from chunkgraph.engine.capture import session
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import Allocation, GraphBackend, RecorderBackend
-from chunkgraph.schedules import megatron_schedule
+from chunkgraph.graphs import GraphBackend, RecorderBackend
 
 
 def train_steps(graphs: ChunkGraphs, backend: GraphBackend, num_steps: int) -> None:
@@ -105,23 +103,6 @@ def test_on_failure_eager_warns_once_and_trains_on() -> None:
     assert dict(graphs.counters.fallbacks) == {"capture warmup": 1, "capture failed": 3}
 
 
-def test_release_and_capture_again(
-    make_pipeline: Callable[..., Any], backend: GraphBackend
-) -> None:
-    schedules = [megatron_schedule(2, 1, m, None) for m in (2, 3, 4)]
-    eager, graphed = make_pipeline(2), make_pipeline(2)
-    graphed.attach([(2,), (1,)], backend)
-    for seed in (1, 2):
-        assert graphed.train(schedules, seed).equals(eager.train(schedules, seed))
-        for graphs in graphed.graphs:
-            assert graphs.report is not None
-            graphs.release()
-            assert graphs.report is None
-    counters = graphed.graphs[0].counters
-    assert (counters.capture_sessions, counters.captures) == (2, 4)
-    assert dict(counters.fallbacks) == {"capture warmup": 1, "released": 1}
-
-
 def test_the_cache_is_emptied_after_every_step_before_the_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -143,31 +124,6 @@ def test_the_cache_is_emptied_after_every_step_before_the_capture(
     with graphs.step(1, eager=True):
         train_microbatch(graphs.callables[0], sample(backend))
     assert modes == []
-
-
-def test_accumulators_that_ddp_keeps_from_another_stream_do_not_disturb(
-    backend: GraphBackend,
-) -> None:
-    (module,) = towers(backend, False)
-    kept = [p.expand_as(p).grad_fn.next_functions[0][0] for p in module.parameters()]
-    hooked: list[torch.Tensor] = []
-    for node in kept:
-        node.register_hook(lambda *_: hooked.append(_))
-    graphs = ChunkGraphs([module], [2], backend=backend)
-    x = sample(backend)
-    before = dict(module.named_parameters())
-    for p in module.parameters():
-        p.main_grad = torch.zeros_like(p)
-    graphs.capture([(x,)])
-    assert all(p is before[name] for name, p in module.named_parameters())
-    with graphs.step(1):
-        torch.manual_seed(5)
-        train_microbatch(graphs.callables[0], x)
-    assert not hooked
-    torch.manual_seed(5)
-    train_microbatch(module, x)
-    assert torch.equal(module.linear.weight.main_grad, module.linear.weight.grad)
-    assert len(hooked) == len(kept)
 
 
 @pytest.mark.usefixtures("no_collector")
@@ -279,44 +235,6 @@ def test_too_little_memory_is_reported_before_anything_is_captured() -> None:
         graphs.capture([(sample(backend),)])
     assert all(pool.reserved_bytes == 0 for pool in backend._pools)
     ChunkGraphs(towers(backend, False), [1], backend=backend).capture([(sample(backend),)])
-
-
-@pytest.mark.parametrize(
-    ("num_slots", "sizes"),
-    [
-        (2, {"slot": 7, "scratch": 6}),
-        (1, {"slot": 4 + 3 + 6}),  # with a gap of three
-    ],
-)
-def test_pools_reserve_what_a_pass_allocates(num_slots: int, sizes: dict[str, int]) -> None:
-    """Four MiB are kept for the backward, a workspace of 32 for good."""
-
-    class Log:
-        """Events 0 to 3 are the forward's, 4 makes the output's gradient, 5 to 9 the backward's."""
-
-        def __init__(self) -> None:
-            self.num_calls = 0
-
-        def num_events(self) -> int:
-            self.num_calls += 1
-            return (4, 5, 9, 10)[self.num_calls - 1]
-
-        def allocations(self) -> list[Allocation]:
-            every = [(32, 0, None), (3, 1, 3), (4, 2, 8), (9, 4, 10), (6, 5, 6), (4, 7, 9)]
-            return [Allocation(size * 2**20, begin, end) for size, begin, end in every]
-
-    class Observing(RecorderBackend):
-        @contextmanager
-        def observe_allocations(self) -> Iterator[Any]:
-            yield Log()
-
-    backend = Observing()
-    graphs = ChunkGraphs([nn.Linear(8, 8)], [num_slots], backend=backend)
-    graphs.capture([(torch.ones(4, 8, requires_grad=True),)])
-    for pool in backend._pools:
-        kind = "slot" if "slot" in pool.label else "scratch"
-        step = 2 * 2**20
-        assert pool.reserved_bytes == -(-sizes[kind] * 2**20 // step) * step, pool.label
 
 
 def test_training_that_never_captures_warns_once_with_the_cause() -> None:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from thread_ranks import Agreeing, run_ranks
 from torch import nn
 from toys import Apply
 
 from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
-from chunkgraph.engine.agreement import agree_on_cause
 from chunkgraph.errors import CaptureError, IllegalOperationError, ReplayMismatchError
 from chunkgraph.graphs import RecorderBackend
 
@@ -93,34 +88,6 @@ def test_out_of_memory_reports_the_numbers_and_frees_all_of_it(
     assert backend.free_bytes() == 3 * 2**20
     assert train(graphs).isfinite().all()
     assert graphs.counters.replays == 0
-
-
-def together(texts: Sequence[str]) -> list[tuple[str, bool]]:
-    """Run `agree_on_cause` of ranks as threads."""
-    agreement = Agreeing(len(texts))
-    results: list[Any] = [None] * len(texts)
-
-    def run(rank: int) -> None:
-        results[rank] = agree_on_cause(agreement.rank(rank), texts[rank])
-
-    run_ranks(len(texts), run)
-    return results
-
-
-@settings(max_examples=30)
-@given(
-    st.lists(
-        st.sampled_from(["", "a", "rank 0: \u2603 x.item()", "b" * 700]), min_size=1, max_size=4
-    )
-)
-def test_all_ranks_know_one_of_the_causes(texts: list[str]) -> None:
-    results = together(texts)
-    causes = {cause for cause, _ in results}
-    assert len(causes) == 1
-    (cause,) = causes
-    assert (cause == "") == (not any(texts))
-    assert not cause or cause in texts
-    assert [is_own for _, is_own in results] == [bool(t) and t == cause for t in texts]
 
 
 def test_a_loss_over_two_calls_is_refused_before_any_replay() -> None:

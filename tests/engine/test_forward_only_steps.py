@@ -123,16 +123,6 @@ def test_forwards_lie_in_a_pool_of_the_training_graphs(backend: GraphBackend, fi
     assert not graphs.forward_only._kinds
 
 
-def test_a_released_engine_begins_again(backend: GraphBackend) -> None:
-    steps = [("e", 1), ("e", 1), ("t", 1), ("t", 1)]
-    graphs = new_graphs(backend)
-    loop(graphs, steps, eager=False)
-    graphs.release()
-    loop(graphs, steps, eager=False)
-    assert graphs.forward_only.counters.capture_sessions == 2
-    assert graphs.counters.fallbacks == {"forward only": 2, "capture warmup": 1, "released": 1}
-
-
 def evaluate(graphs: ChunkGraphs, *inputs: Any, **options: Any) -> list[torch.Tensor]:
     with torch.no_grad(), graphs.step(len(inputs), forward_only=True, **options):
         return [graphs.callables[0](x) for x in inputs]
@@ -251,18 +241,6 @@ def test_a_function_with_parameters_stays_eager() -> None:
     assert graphs.counters.fallbacks == {"forward only": 3}
 
 
-def test_an_output_that_requires_grad_by_itself() -> None:
-    class Leaf(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x).requires_grad_()
-
-    module = Leaf(4, 4)
-    graphs = ChunkGraphs(Chunk.from_module(module, "it"), 1, backend=RecorderBackend())
-    x = torch.randn(3, 4)
-    assert all(torch.equal(module(x), evaluate(graphs, x)[0]) for _ in range(3))
-    assert graphs.forward_only.counters.replays == 2
-
-
 class Offloading:
     """Frees the memory of parameters and gradients between passes, as frameworks do."""
 
@@ -307,16 +285,12 @@ def test_moved_memory_is_captured_again_at_once(backend: GraphBackend, by_storag
     assert len(graphs.forward_only.counters.recaptures) == 4  # the first capture comes later
 
 
-def test_other_changes_and_refusals_keep_their_error(backend: GraphBackend) -> None:
-    for how, change in (("refuse", "was moved to other memory"), ("recapture", "0.3 at the capt")):
-        graphs = new_graphs(backend, on_moved_memory=how)
-        loop(graphs, [("t", 1), ("t", 1)], eager=False)
-        if how == "refuse":
-            Offloading(graphs, by_storage=False).move()
-        else:
-            graphs.chunks[0].module.dropout.p = 0.1  # type: ignore[union-attr]
-        with pytest.raises(ReplayMismatchError, match=change):
-            loop(graphs, [("t", 1)], eager=False)
+def test_other_changes_keep_their_error(backend: GraphBackend) -> None:
+    graphs = new_graphs(backend, on_moved_memory="recapture")
+    loop(graphs, [("t", 1), ("t", 1)], eager=False)
+    graphs.chunks[0].module.dropout.p = 0.1  # type: ignore[union-attr]
+    with pytest.raises(ReplayMismatchError, match=r"0\.3 at the capt"):
+        loop(graphs, [("t", 1)], eager=False)
 
 
 def test_dropped_graphs_are_captured_again_without_warmup(backend: GraphBackend) -> None:

@@ -18,26 +18,8 @@ from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
 
 
-def tied(weight: nn.Parameter) -> nn.Module:
+def product(weight: nn.Parameter) -> nn.Module:
     return Apply(lambda m, x: torch.tanh(x @ m.weight), weight=weight)
-
-
-def _two_chunks(backend: GraphBackend) -> tuple[list[nn.Module], torch.Tensor]:
-    torch.manual_seed(3)
-    weight = nn.Parameter(torch.randn(4, 4, device=backend.device))
-    return [tied(weight), tied(weight)], torch.randn(2, 4, device=backend.device)
-
-
-def _step(
-    calls: list[Callable[..., torch.Tensor]], x: torch.Tensor, weight: nn.Parameter, *, clears: bool
-) -> None:
-    if clears:
-        weight.grad = None
-    for scale in (1.0, 2.0):
-        output = calls[0](x * scale)
-        received = output.detach().requires_grad_()  # as a pipeline schedule runs two chunks
-        calls[1](received).sum().backward()
-        output.backward(received.grad)
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -65,35 +47,18 @@ def test_a_parameter_that_a_function_gives_no_gradient_has_none(backend: GraphBa
     assert torch.equal(module.linear.weight.grad, eager.linear.weight.grad)
 
 
-@pytest.mark.parametrize("clears", [False, True], ids=["kept", "dropped by each step"])
-def test_chunks_that_share_a_parameter_add_to_one_gradient(
-    backend: GraphBackend, clears: bool
-) -> None:
-    chunks, x = _two_chunks(backend)
-    twins = copy.deepcopy(chunks)
-    weight, expected = chunks[0].weight, twins[0].weight
-    graphs = ChunkGraphs(chunks, [1, 1], backend=backend)
-    h = torch.zeros(2, 4, device=backend.device, requires_grad=True)
-    graphs.capture([(x,), (h,)])
-    for _ in range(3):
-        with graphs.step(2):
-            _step(list(graphs.callables), x, weight, clears=clears)
-        _step(list(twins), x, expected, clears=clears)
-        assert torch.equal(weight.grad, expected.grad)
-
-
 def test_a_wrapper_may_set_main_grad_around_each_backward(backend: GraphBackend) -> None:
     """Megatron-FSDP moves every gradient there after a backward, and removes it after the step."""
-    chunks, x = _two_chunks(backend)
-    (chunk,), weight = chunks[:1], chunks[0].weight
+    weight = nn.Parameter(torch.randn(4, 4, device=backend.device))
+    x = torch.randn(2, 4, device=backend.device)
     expected = copy.deepcopy(weight)
-    graphs = capture(chunk, x, backend=backend)
+    graphs = capture(product(weight), x, backend=backend)
     total = torch.zeros_like(weight)
     for _ in range(2):
         with graphs.step(3):
             for scale in (1.0, 2.0, 3.0):
                 (graphs.callables[0](x) * scale).sum().backward()
-                (tied(expected)(x) * scale).sum().backward()
+                (product(expected)(x) * scale).sum().backward()
                 weight.main_grad = weight.grad.clone()
                 total += weight.main_grad
                 weight.grad = None
@@ -132,23 +97,6 @@ def test_a_main_grad_that_is_not_as_it_was_is_refused(change: str) -> None:
         module.bias.main_grad = torch.zeros(2)  # type: ignore[assignment]
     with pytest.raises(ReplayMismatchError, match=rf"bias\.main_grad was {change}"), graphs.step(1):
         pass
-
-
-def test_gradients_stay_when_graphs_are_released_and_captured_again(backend: GraphBackend) -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(backend.device)
-    eager = copy.deepcopy(module)
-    x = torch.randn(2, 4, device=backend.device)
-    graphs = capture(module, x, backend=backend)
-    kept = []
-    for _ in range(2):
-        train(graphs, x)
-        eager(x).sum().backward()
-        kept.append(module[0].weight.grad)
-        graphs.release()
-        graphs.capture([(x,)])
-    assert kept[0] is kept[1]
-    for p, expected in zip(module.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(p.grad, expected.grad)
 
 
 def _share(layers: list[nn.Linear]) -> None:

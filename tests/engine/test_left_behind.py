@@ -154,27 +154,6 @@ def test_tensors_in_results_that_are_no_trees_are_refused(backend: GraphBackend)
         capture(Apply(give, linear=nn.Linear(WIDTH, WIDTH)), rows(backend), backend=backend)
 
 
-def make_mask(module: Leaving, h: torch.Tensor) -> None:
-    if module.metric is None:
-        module.metric = torch.ones(WIDTH, device=h.device)
-
-
-def note_shape(module: Leaving, h: torch.Tensor) -> None:
-    module.metric = tuple(h.shape)
-
-
-@pytest.mark.parametrize("leave", [make_mask, note_shape])
-def test_what_only_a_first_call_sets_is_kept(
-    backend: GraphBackend, leave: Callable[[Leaving, torch.Tensor], object]
-) -> None:
-    module = Leaving(leave).to(backend.device)
-    graphs = ChunkGraphs([module], [2], backend=backend)
-    for _ in range(3):
-        train(graphs, rows(backend))
-    assert graphs.counters.replays == 2
-    assert module.metric is not None
-
-
 def test_a_refused_capture_adds_to_no_unknown_leaf(backend: GraphBackend) -> None:
     extra = torch.randn(WIDTH, device=backend.device, requires_grad=True)
     extra.grad = torch.ones_like(extra)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -16,10 +15,8 @@ from torch import nn
 from toys import all_equal
 
 from chunkgraph.engine import Chunk, ChunkGraphs
-from chunkgraph.engine.split import SPLIT, WeightBackwards
 from chunkgraph.errors import ReplayMismatchError
 from chunkgraph.graphs import GraphBackend
-from chunkgraph.schedules import Action, Op, Schedule, build_schedule, legal_counts
 
 
 @pytest.fixture(scope="module")
@@ -28,141 +25,62 @@ def peft() -> Any:
     return pytest.importorskip("peft")
 
 
-def adapted(peft: Any, module: nn.Module, dropout: float, layers: str = "qkv|out|up|down") -> Any:
-    """Freeze a module, and give its layers of these names an adapter that changes results."""
+def adapted(peft: Any, module: nn.Module, dropout: float) -> Any:
+    """Freeze a module, and give its layers adapters that change results."""
+    layers = ["qkv", "out", "up", "down"]
     config = peft.LoraConfig(
-        r=2, target_modules=rf"(.*\.)?({layers})", lora_dropout=dropout, init_lora_weights=False
+        r=2, target_modules=layers, lora_dropout=dropout, init_lora_weights=False
     )
     return peft.get_peft_model(module, config)
 
 
 class Pipeline:
-    """All stages of two ranks in this process; ``calls`` are the stages, or their graphs."""
+    """Two stages, each with graphs; each step has three microbatches in flight."""
 
-    def __init__(self, stages: list[Any], device: torch.device) -> None:
-        self.device, self.stages = device, [stage.to(device) for stage in stages]
-        self.calls: list[Callable[..., Any]] = list(self.stages)
-        self.graphs: list[ChunkGraphs] = []
-        self.weights: list[WeightBackwards] = []
+    def __init__(self, stages: list[Any], backend: GraphBackend, *, is_graphed: bool) -> None:
+        self.device, self.stages = backend.device, [stage.to(backend.device) for stage in stages]
+        self.graphs = ChunkGraphs(self.stages, 3, backend=backend)
+        self.is_eager = not is_graphed
         self.results: list[torch.Tensor] = []
         self.parameters = [p for stage in self.stages for p in stage.parameters()]
         self.optimizer = torch.optim.AdamW([p for p in self.parameters if p.requires_grad], 0.01)
 
-    def attach(self, name: str, backend: GraphBackend) -> None:
-        program = SPLIT if "zb" in name else None
-        for rank in range(2):
-            chunks = [
-                Chunk.from_module(stage, f"stage {rank + 2 * i}", program=program)
-                for i, stage in enumerate(self.stages[rank::2])
-            ]
-            graphs = ChunkGraphs.for_schedule(
-                name, chunks, rank=rank, num_ranks=2, max_num_microbatches=9, backend=backend
-            )
-            self.graphs.append(graphs)
-            self.calls[rank::2] = graphs.callables
-            if program is not None:
-                self.weights.append(WeightBackwards(graphs))
-
-    def train(self, schedule: Schedule, reference: Callable[[], None] = lambda: None) -> None:
+    def train(self, reference: Callable[[], None] = lambda: None) -> None:
         """Run one step, with a reference pass while microbatches are in flight."""
         self.optimizer.zero_grad()
-        self.inputs: dict[Any, torch.Tensor] = {}
-        self.outputs: dict[Any, torch.Tensor] = {}
-        self.runners: dict[Any, Callable[[], None]] = {}
-        todo = [deque(schedule.compute_actions(rank)) for rank in range(2)]
-        with ExitStack() as stack:
-            for graphs in self.graphs:
-                stack.enter_context(graphs.step(schedule.num_microbatches))
-            while any(todo):
-                for actions in todo:
-                    while actions and self.is_ready(actions[0]):
-                        self.run(actions.popleft())
-                        if len(self.outputs) == 3:
-                            reference()
+        first, second = self.graphs.callables
+        with self.graphs.step(3, eager=self.is_eager):
+            flying = []
+            for _ in range(3):
+                hidden = first(torch.randn(2, 5, WIDTH).to(self.device))
+                received = hidden.detach().requires_grad_(hidden.requires_grad)
+                flying.append((hidden, received, second(received)))
+            reference()
+            for hidden, received, output in flying:
+                loss = output.square().mean()
+                if loss.requires_grad:
+                    loss.backward()
+                if hidden.requires_grad:
+                    hidden.backward(received.grad)
+                self.results.append(loss.detach().clone())
         self.optimizer.step()
         self.results += [p.detach().clone() for p in self.parameters]
-
-    def is_ready(self, action: Action) -> bool:
-        stage, i = action.stage, action.microbatch
-        if action.op is Op.F:
-            return stage == 0 or (stage - 1, i) in self.outputs
-        return action.op is Op.W or stage + 1 == len(self.stages) or (stage + 1, i) in self.runners
-
-    def run(self, action: Action) -> None:
-        stage, i = key = action.stage, action.microbatch
-        if action.op is Op.F:
-            x = self.outputs[stage - 1, i] if stage else torch.randn(2, 5, WIDTH)
-            x = x.detach().to(self.device).requires_grad_(x.requires_grad)
-            self.inputs[key], self.outputs[key] = x, self.calls[stage](x)
-        elif action.op is Op.W:
-            self.runners[key]()
-        else:
-            y, x = self.outputs[key], self.inputs[key]
-            grad = None
-            if stage + 1 == len(self.stages):
-                y = y.square().mean()
-                self.results.append(y.detach().clone())
-            else:
-                grad = self.inputs[stage + 1, i].grad
-            if y.requires_grad:
-                y.backward(grad)
-            if x.grad is not None:
-                self.results.append(x.grad.clone())
-            self.runners[key] = lambda: None
-            if self.weights and action.op is Op.I:
-                local, rank = divmod(stage, 2)
-                self.runners[key] = self.weights[rank].runner(local)
 
     @torch.no_grad()
     def evaluate(self) -> None:
         """Keep what the stages compute now, in evaluation mode."""
         x = torch.randn(2, 5, WIDTH).to(self.device)
-        for stage, call in zip(self.stages, self.calls, strict=True):
+        calls = self.stages if self.is_eager else self.graphs.callables
+        for stage, call in zip(self.stages, calls, strict=True):
             stage.eval()
             x = call(x)
             stage.train()
         self.results.append(x)
 
 
-@pytest.mark.parametrize("where", ["all", "last", "tower"])
-@pytest.mark.parametrize(
-    ("name", "num_chunks", "dropout"),
-    [("1f1b", 1, 0.1), ("interleaved", 2, 0.0), ("zb-h1", 1, 0.1), ("interleaved-zb", 2, 0.0)],
-)
-def test_any_schedule_and_count_equals_eager(
-    peft: Any, backend: GraphBackend, where: str, name: str, num_chunks: int, dropout: float
-) -> None:
-    """Adapters are in all stages, the last one, or the first layer; all else is frozen."""
-    legal = legal_counts(num_ranks=2, num_chunks=num_chunks)
-    counts = [count for count in range(2, 10) if count in legal]
-    places = {"all": slice(0, None), "last": slice(-1, None), "tower": slice(0, 1)}
-    results = []
-    for is_graphed in (False, True):
-        torch.manual_seed(3)
-        layers = [(nn.Linear(WIDTH, WIDTH), Block(dropout)) for _ in range(2 * num_chunks)]
-        stages: list[Any] = [nn.Sequential(*pair).requires_grad_(False) for pair in layers]
-        names = ["0"] if where == "tower" else []
-        stages[places[where]] = [adapted(peft, s, dropout, *names) for s in stages[places[where]]]
-        pipeline = Pipeline(stages, backend.device)
-        if is_graphed:
-            pipeline.attach(name, backend)
-        torch.manual_seed(5)
-        for count in counts:
-            sizes = {"num_ranks": 2, "num_microbatches": count, "num_chunks": num_chunks}
-            pipeline.train(build_schedule(name, **sizes))
-            pipeline.evaluate()
-        results.append(pipeline.results)
-    assert all_equal(*results)
-    for graphs in pipeline.graphs:
-        assert graphs.counters.capture_sessions == 1
-        assert dict(graphs.counters.fallbacks) == {"capture warmup": 1}
-        assert graphs.counters.replays == num_chunks * sum(counts[1:])
-    # Stages before the first adapter have no backward.
-    num_backwards = 0 if where == "last" else pipeline.graphs[0].counters.replays
-    assert pipeline.graphs[0].counters.backward_replays == num_backwards
-
-
-def pipeline_of(peft: Any, backend: GraphBackend, *, is_frozen: bool = False) -> Pipeline:
+def pipeline_of(
+    peft: Any, backend: GraphBackend, *, is_graphed: bool, is_frozen: bool = False
+) -> Pipeline:
     """Make a pipeline of a linear layer, and a block with two adapters before or after it."""
     torch.manual_seed(3)
     model = adapted(peft, Block(0.1), dropout=0.1)
@@ -170,7 +88,7 @@ def pipeline_of(peft: Any, backend: GraphBackend, *, is_frozen: bool = False) ->
     if is_frozen:
         model.set_adapter("default", inference_mode=True)
     stages = [nn.Linear(WIDTH, WIDTH), model]
-    return Pipeline(stages[::-1] if is_frozen else stages, backend.device)
+    return Pipeline(stages[::-1] if is_frozen else stages, backend, is_graphed=is_graphed)
 
 
 # By name, what a program does with a model, whether it is frozen, and what the next step says.
@@ -193,26 +111,22 @@ CHANGES: dict[str, tuple[Callable[[Any], object], bool, str]] = {
 def test_a_change_that_lasts_is_refused_and_captured_again(
     peft: Any, backend: GraphBackend, change: Any, is_frozen: bool, message: str
 ) -> None:
-    schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=3)
     results = []
     for is_graphed in (False, True):
-        pipeline = pipeline_of(peft, backend, is_frozen=is_frozen)
-        if is_graphed:
-            pipeline.attach("1f1b", backend)
+        pipeline = pipeline_of(peft, backend, is_graphed=is_graphed, is_frozen=is_frozen)
         for step in range(6):
             if step == 3:
                 change(pipeline.stages[0 if is_frozen else 1])
                 if is_graphed:
                     with pytest.raises(ReplayMismatchError, match=message):
-                        pipeline.train(schedule)
-                    for graphs in pipeline.graphs:
-                        graphs.release()
+                        pipeline.train()
+                    pipeline.graphs.release()
             torch.manual_seed(step)
-            pipeline.train(schedule)
+            pipeline.train()
             pipeline.evaluate()
         results.append(pipeline.results)
     assert all_equal(*results)
-    assert pipeline.graphs[0].counters.replayed_steps == 4
+    assert pipeline.graphs.counters.replayed_steps == 4
 
 
 def merged(model: Any, evaluate: Callable[[], None]) -> None:
@@ -246,23 +160,20 @@ def loaded(model: Any, evaluate: Callable[[], None]) -> None:
 def test_what_is_undone_equals_eager_without_a_capture(
     peft: Any, backend: GraphBackend, around: Callable[..., None], in_step: bool
 ) -> None:
-    schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=3)
     results = []
     for is_graphed in (False, True):
-        pipeline = pipeline_of(peft, backend)
-        if is_graphed:
-            pipeline.attach("1f1b", backend)
+        pipeline = pipeline_of(peft, backend, is_graphed=is_graphed)
         torch.manual_seed(5)
         for _ in range(4):
             reference = partial(around, pipeline.stages[1], pipeline.evaluate)
             if in_step:
-                pipeline.train(schedule, reference)
+                pipeline.train(reference)
             else:
                 reference()
-                pipeline.train(schedule)
+                pipeline.train()
         results.append(pipeline.results)
     assert all_equal(*results)
-    assert [graphs.counters.replayed_steps for graphs in pipeline.graphs] == [3, 3]
+    assert pipeline.graphs.counters.replayed_steps == 3
 
 
 class Adapted(nn.Module):

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 from toys import Apply, capture, use_plan
 
-from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
+from chunkgraph.engine import Chunk
 from chunkgraph.engine.capture import session
 from chunkgraph.engine.capture.warm_up import warm_up
-from chunkgraph.engine.program import GraphProgram, Isolated
-from chunkgraph.engine.split import SPLIT
-from chunkgraph.errors import MemoryPlanError, SlotError
+from chunkgraph.engine.program import Isolated
+from chunkgraph.errors import MemoryPlanError
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.schedules import megatron_schedule
 from chunkgraph.slots import plan_slots
@@ -146,12 +145,6 @@ def test_shared_slots_hold_no_more_than_is_ever_in_flight(
         assert together.slot_bytes < own.slot_bytes
 
 
-def test_shared_slots_of_different_numbers_are_refused() -> None:
-    chunks = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    with pytest.raises(SlotError, match="pass equal ones"):
-        ChunkGraphs(chunks, [2, 1], options=CaptureOptions(shared_slots=True))
-
-
 @pytest.mark.parametrize(
     ("held_bytes", "num_slots"),
     [((10, 10), (5, 5)), ((10, 2), (4, 2)), ((10, 5), (4, 2)), ((9, 6), (5, 5)), ((0, 0), (4, 2))],
@@ -182,20 +175,3 @@ def test_chunks_share_slots_where_the_sizes_say_that_it_saves(
     report = pipeline.graphs[0].report
     assert report.num_slots == num_slots
     assert report.shared_slots == (num_slots == (5, 5))
-
-
-@pytest.mark.parametrize("program", [None, SPLIT], ids=["whole", "split"])
-def test_outputs_and_input_gradients_keep_no_block(
-    program: GraphProgram | None, backend: GraphBackend
-) -> None:
-    """Chunks that share slots, and backwards that share scratch, use the same memory for them."""
-    chunks = [
-        Chunk.from_module(nn.Linear(8, 8, device=backend.device), f"chunk {c}", program=program)
-        for c in range(2)
-    ]
-    options = CaptureOptions(shared_slots=True)
-    graphs = ChunkGraphs(chunks, [2, 2], backend=backend, options=options)
-    graphs.capture([(torch.ones(3, 8, device=backend.device, requires_grad=True),)] * 2)
-    pools = graphs._captured.pools.pools
-    assert len(pools) == 3
-    assert not any(pool.live() for pool in pools)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from drawn_schedules import legal_steps
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from thread_ranks import Agreeing, run_ranks
 from torch import nn
 from toys import Apply
 
@@ -29,6 +30,7 @@ from chunkgraph.engine import (
     mark_constant,
 )
 from chunkgraph.engine.agreement import Maximum
+from chunkgraph.engine.paging.replayer import PagedSlotMachine
 from chunkgraph.engine.split import SPLIT, WeightBackwards
 from chunkgraph.errors import CaptureError, ConfigError, SlotError, VerifyError
 from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
@@ -356,6 +358,43 @@ def test_slots_that_keep_memory_at_different_offsets_are_not_paged(backend: Grap
     assert all(map(torch.equal, got, expected))
 
 
+def test_the_slot_that_is_saved_first_is_taken_first() -> None:
+    machine = PagedSlotMachine([3], "rank 0")
+    machine.begin_step()
+    assert [machine.acquire_forward(0) for _ in range(3)] == [0, 1, 2]
+    for slot in (2, 0):
+        machine.page_out(0, slot)
+        machine.saved[0, slot] = None
+    machine.begin_backward(0, 1)
+    machine.release(0, 1)
+    assert machine.page_in(0, 2)[0] == 1
+    assert machine.acquire_forward(0) == 2
+    del machine.saved[0, 2]
+    assert machine.page_in(0, 0)[0] == 0
+
+
+def test_a_backward_that_leaves_its_gradient_where_the_forward_saved_is_not_paged(
+    backend: GraphBackend,
+) -> None:
+    class Exp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.kept = x.exp()
+            return ctx.kept.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return ctx.__dict__.pop("kept").mul_(grad)
+
+    module = Apply(lambda own, x: own.linear(Exp.apply(x)), linear=nn.Linear(8, 8))
+    expected = all_then_all(module.to(backend.device), backend.device)
+    with pytest.warns(UserWarning, match=r"is not paged.*gradients where the forward saved"):
+        graphs = captured(module, backend)
+    with graphs.step(4):
+        got = all_then_all(graphs.callables[0], backend.device)
+    assert all(map(torch.equal, got, expected))
+
+
 def test_a_loop_in_another_order_than_its_schedule_is_refused(backend: GraphBackend) -> None:
     module = nn.Linear(8, 8)
     graphs = captured(module, backend)
@@ -450,7 +489,7 @@ def test_what_a_limit_of_memory_means(backend: GraphBackend) -> None:
 
 def zero_bubble_steps(rank: int, path: str) -> None:
     """Capture for one microbatch; write what a step of more raises, and whether it ends."""
-    timeout = timedelta(seconds=10)
+    timeout = timedelta(seconds=60)
     store = dist.FileStore(f"{path}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     width = (8, 128)[rank]
@@ -499,7 +538,7 @@ def test_slots_too_few_on_one_rank_for_a_later_step_are_an_error_on_all(tmp_path
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(60)
+        process.join(120)
         process.kill()
     first, second = ((tmp_path / f"{rank}").read_text().splitlines() for rank in range(2))
     assert (first[0], second[0]) == ("(2,)", "(1,)")
@@ -511,13 +550,36 @@ def test_slots_too_few_on_one_rank_for_a_later_step_are_an_error_on_all(tmp_path
         assert lines[2:] == ["replayed"]
 
 
+def test_a_limit_on_some_ranks_is_an_error_on_all() -> None:
+    ranks, errors = Agreeing(2), dict[int, str]()
+
+    def rank(number: int) -> None:
+        graphs = ChunkGraphs.for_schedule(
+            "1f1b",
+            Chunk.from_module(nn.Linear(8, 8), f"rank {number} chunk 0"),
+            rank=number,
+            num_ranks=2,
+            options=CaptureOptions(max_slots=2 if number else None),
+            backend=RecorderBackend(can_sleep=True),
+            agree=ranks.rank(number),
+        )
+        with pytest.raises(CaptureError) as raised:
+            graphs.capture([torch.randn(3, 8, requires_grad=True)])
+        errors[number] = str(raised.value)
+
+    run_ranks(2, rank)
+    assert errors[0].startswith("rank 0 has no limit of slots, unlike other ranks")
+    assert errors[1].startswith("rank 1 limits its slots, unlike other ranks")
+
+
 @pytest.mark.parametrize(
     ("options", "part"),
     [
         ({"max_slots": 0}, "max_slots is 0"),
         ({"max_slot_memory": "lots"}, "write it as 20GiB"),
+        ({"max_slot_memory": 0}, "max_slot_memory is 0"),
         ({"max_slots": 2, "max_slot_memory": "1GB"}, "cannot be combined"),
-        ({"max_slots": 2, "shared_slots": True}, "shared_slots=True"),
+        ({"max_slots": 2, "shared_slots": True}, "combined with shared_slots"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], part: str) -> None:
@@ -531,7 +593,7 @@ def test_a_schedule_is_needed_and_its_slots() -> None:
     graphs = ChunkGraphs.for_schedule(
         "1f1b", nn.Linear(8, 8), rank=0, num_ranks=4, options=CaptureOptions(max_slots=1)
     )
-    with pytest.raises(ConfigError, match="needs 2 slots"), graphs.step(8):
+    with pytest.raises(ConfigError, match=r"need at least \[2\]"), graphs.step(8):
         pass
     with pytest.raises(ConfigError, match="number of microbatches"), graphs.step():
         pass

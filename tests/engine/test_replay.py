@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 from toys import Apply, capture, counting, sample, towers, train, train_microbatch
 
-from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, ReplayRanges, StepMode
+from chunkgraph.engine import Chunk, ChunkGraphs, StepMode
 from chunkgraph.errors import ReplayMismatchError, SlotError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
 
@@ -113,21 +110,6 @@ def test_misuse_of_slots_and_steps(backend: GraphBackend) -> None:
         train_microbatch(call, x)
 
 
-def test_outputs_survive_megatrons_way_of_freeing_them(
-    graphs: ChunkGraphs, backend: GraphBackend
-) -> None:
-    x = sample(backend)
-    for _ in range(2):
-        with graphs.step(1):
-            y = graphs.callables[0](x)
-            assert y._base is None
-            seed = torch.ones_like(y)
-            y.data = torch.empty(1, device=y.device)
-            torch.autograd.Variable._execution_engine.run_backward(
-                (y,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
-
-
 def test_input_gradients_are_copies_that_later_replays_do_not_touch(
     graphs: ChunkGraphs, backend: GraphBackend
 ) -> None:
@@ -140,76 +122,18 @@ def test_input_gradients_are_copies_that_later_replays_do_not_touch(
     assert torch.equal(kept, before)
 
 
-def test_hooks_run_around_replays_and_forward_only_steps_are_counted() -> None:
+def test_hooks_run_before_replays() -> None:
     backend = RecorderBackend()
     (module,) = towers(backend, False)
     seen: list[str] = []
-    chunk = Chunk(
-        forward=module,
-        parameters=tuple(module.parameters()),
-        label="rank 3 chunk 0",
-        buffers=tuple(module.buffers()),
-        before_forward=lambda: seen.append("before"),
+    chunk = dataclasses.replace(
+        Chunk.from_module(module, "it"), before_forward=lambda: seen.append("before")
     )
     graphs = ChunkGraphs([chunk], [1], backend=backend)
     train(graphs, sample(backend))
     assert seen == []
     train(graphs, sample(backend), sample(backend))
     assert seen == ["before"] * 2
-    with graphs.step(1, forward_only=True), torch.no_grad():
-        graphs.callables[0](sample(backend))
-    with graphs.step(1, eager=True):
-        train_microbatch(graphs.callables[0], sample(backend))
-    assert dict(graphs.counters.fallbacks) == {
-        "capture warmup": 1,
-        "forward only": 1,
-        "requested": 1,
-    }
-
-
-def test_receiving_into_a_slot_copies_nothing(backend: GraphBackend) -> None:
-    modules = towers(backend, False)
-    chunk = dataclasses.replace(
-        Chunk.from_module(modules[0], "rank 0 chunk 0"), keeps_input_grads=False
-    )
-    x, g = sample(backend), torch.randn(4, 8, device=backend.device)
-    graphs = capture(chunk, x, num_slots=2, backend=backend)
-    assert graphs.reserve_input(0) is None  # outside a step
-    slots = graphs._captured.slots[0]
-    inputs = [torch.randn_like(x) for _ in range(3)]
-    grads, outputs = [], []
-    with graphs.step(3):
-        flying = []
-        for data in inputs:
-            if len(flying) == 2:
-                finish(graphs, flying, g, grads, slots)
-            received = graphs.reserve_input(0)
-            received.detach().copy_(data)
-            torch.manual_seed(1)
-            y = graphs.callables[0](received)
-            assert received.data_ptr() in [s.inputs.tensors[0].data_ptr() for s in slots]
-            outputs.append(y.detach().clone())
-            flying.append((received, y))
-        assert graphs.reserve_input(0) is None  # both slots are taken
-        while flying:
-            finish(graphs, flying, g, grads, slots)
-        assert graphs.reserve_output_grad(0) is None
-    for data, y, grad in zip(inputs, outputs, grads, strict=True):
-        leaf = data.clone().requires_grad_()
-        torch.manual_seed(1)
-        expected = modules[0](leaf)
-        assert torch.equal(y, expected)
-        assert torch.equal(grad, torch.autograd.grad(expected, leaf, g)[0])
-
-
-def finish(graphs: ChunkGraphs, flying: list, g: torch.Tensor, grads: list, slots: Any) -> None:
-    received, y = flying.pop(0)
-    buffer = graphs.reserve_output_grad(0)
-    buffer.copy_(g)
-    y.backward(buffer)
-    # Not a copy: the gradient is the slot's own memory, to be used at once.
-    assert received.grad.data_ptr() in [s.input_grads.tensors[0].data_ptr() for s in slots]
-    grads.append(received.grad.clone())
 
 
 def test_markers_follow_every_gradient_and_every_replay(backend: GraphBackend) -> None:
@@ -326,16 +250,6 @@ def test_a_backward_is_not_run_on_another_microbatch(
     train(graphs, sample(backend))  # nothing is left over
 
 
-def test_nothing_holds_a_slot_that_was_reserved_in_an_aborted_step(graphs: ChunkGraphs) -> None:
-    """After the graphs are released."""
-    slot = weakref.ref(graphs._captured.slots[0][0])  # type: ignore[union-attr]
-    with pytest.raises(KeyError), graphs.step(1):
-        raise KeyError(graphs.reserve_input(0) is not None)
-    graphs.release()
-    gc.collect()
-    assert slot() is None
-
-
 def test_gradients_of_several_outputs_are_received_into_one_slot(backend: GraphBackend) -> None:
     def two(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = module.layer(x)
@@ -354,37 +268,3 @@ def test_gradients_of_several_outputs_are_received_into_one_slot(backend: GraphB
                 assert grad.data_ptr() == static.data_ptr()
                 grad.fill_(1)
             torch.autograd.backward(ys, received)
-
-
-# Names of replays in profiles.
-
-
-def _step(graphs: ChunkGraphs, count: int) -> None:
-    with graphs.step(count):
-        # One microbatch ahead, as the first stage of two.
-        waiting = [graphs.callables[0](torch.ones(2, 4, requires_grad=True))]
-        for _ in range(count - 1):
-            waiting.append(graphs.callables[0](torch.ones(2, 4, requires_grad=True)))
-            waiting.pop(0).sum().backward()
-        waiting.pop(0).sum().backward()
-
-
-def _ranges(graphs: ChunkGraphs, count: int) -> list[str]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        _step(graphs, count)
-    events = sorted(profile.events(), key=lambda event: event.time_range.start)
-    return [event.name for event in events if " microbatch " in event.name]
-
-
-def test_a_range_names_chunk_action_and_microbatch() -> None:
-    graphs = ChunkGraphs([nn.Linear(4, 4)], [2], options=CaptureOptions(num_warmup_steps=1))
-    _step(graphs, 2)  # warmup
-    assert _ranges(graphs, 3) == []  # names are off by default
-    graphs.observe(ReplayRanges(["stage 0 chunk 0"]))
-    expected = [
-        *("forward microbatch 0", "forward microbatch 1", "backward microbatch 0"),
-        *("forward microbatch 2", "backward microbatch 1", "backward microbatch 2"),
-    ]
-    for _ in range(2):
-        assert _ranges(graphs, 3) == [f"stage 0 chunk 0 {name}" for name in expected]
-    graphs.release()

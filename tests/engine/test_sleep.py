@@ -8,12 +8,10 @@ import pytest
 import torch
 from split_models import as_split, assert_equal, check_step, gradients, inputs_of, pair
 from torch import nn
-from toys import Apply, Tower, all_equal, counting, sample, towers, train, train_microbatch
+from toys import Apply, all_equal, counting, sample, towers, train, train_microbatch
 
 from chunkgraph.engine import (
-    FORWARD_ONLY,
     CaptureOptions,
-    Chunk,
     ChunkGraphs,
     mark_constant,
 )
@@ -72,28 +70,6 @@ def test_split_backwards_that_sleep_between_all_steps(backend: GraphBackend, nam
             nap(graphs)
 
 
-def test_a_frozen_chunk_before_a_trained_one(backend: GraphBackend) -> None:
-    torch.manual_seed(2)
-    frozen, trained = (Tower().to(backend.device) for _ in range(2))
-    frozen.requires_grad_(False)
-    chunks = [
-        Chunk.from_module(frozen, "chunk 0", program=FORWARD_ONLY),
-        Chunk.from_module(trained, "chunk 1"),
-    ]
-    graphs = ChunkGraphs(chunks, [1, 1], backend=backend)
-    for number in range(4):
-        x = sample(backend).detach()
-        torch.manual_seed(number)
-        expected = train_microbatch(lambda x: trained(frozen(x)), x)
-        torch.manual_seed(number)
-        with graphs.step(1):
-            result = train_microbatch(lambda x: graphs.callables[1](graphs.callables[0](x)), x)
-        assert torch.equal(result, expected)
-        if number:
-            nap(graphs)
-    assert graphs.counters.replays == 6
-
-
 def test_constant_inputs_are_loaded_again(backend: GraphBackend) -> None:
     module = Apply(lambda self, x, mask: self.linear(x) * mask, linear=nn.Linear(8, 8))
     module.to(backend.device)
@@ -119,21 +95,6 @@ def graphs() -> ChunkGraphs:
 @pytest.fixture
 def x(graphs: ChunkGraphs) -> torch.Tensor:
     return sample(RecorderBackend())
-
-
-def test_nothing_of_the_memory_survives(graphs: ChunkGraphs, x: torch.Tensor) -> None:
-    """Static inputs, too."""
-    train(graphs, x)
-    (slot,) = graphs._captured.slots[0]
-    static = *slot.inputs.tensors, *slot.output_grads.tensors
-    assert not any(t.isnan().any() for t in static)
-    graphs.sleep()
-    assert all(t.isnan().all() for t in (*static, *slot.outputs.tensors))
-    graphs.sleep()  # again is fine
-    graphs.wake()
-    assert all(t.isnan().all() for t in static)
-    graphs.wake()
-    train(graphs, x)
 
 
 def test_a_call_while_asleep_says_what_to_do(graphs: ChunkGraphs, x: torch.Tensor) -> None:
@@ -164,15 +125,6 @@ def test_sleep_without_graphs_does_nothing(x: torch.Tensor) -> None:
         assert graphs.is_asleep is is_captured
         graphs.wake()
     assert graphs.counters.replays == 2
-
-
-def test_sleep_inside_a_step_is_refused(graphs: ChunkGraphs, x: torch.Tensor) -> None:
-    with graphs.step(1):
-        y = graphs.callables[0](x)
-        with pytest.raises(SlotError, match=r"sleep\(\) was called inside a step of .*chunk 0"):
-            graphs.sleep()
-        y.sum().backward()
-    assert not graphs.is_asleep
 
 
 def test_memory_that_cannot_be_given_back(x: torch.Tensor) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from toys import Apply, capture, copy_with_gradient
+from toys import Apply, capture, copy_with_gradient, sample
 
-from chunkgraph.engine import Chunk, ChunkGraphs
+from chunkgraph.engine import ChunkGraphs
 from chunkgraph.errors import VerifyError
 from chunkgraph.graphs import GraphBackend, tensor_at
-from chunkgraph.schedules import megatron_schedule
 
 WIDTH = 8
 
@@ -61,26 +59,15 @@ def stack(backend: GraphBackend) -> Stack:
 @pytest.fixture
 def attach(stack: Stack, backend: GraphBackend) -> Callable[..., ChunkGraphs]:
     def make(num_slots: int = 2, **options: Any) -> ChunkGraphs:
-        return capture(stack, new_input(backend), backend=backend, num_slots=num_slots, **options)
+        return capture(stack, sample(backend), backend=backend, num_slots=num_slots, **options)
 
     return make
-
-
-@pytest.fixture
-def no_warning() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-
-
-def new_input(backend: GraphBackend) -> torch.Tensor:
-    return torch.randn(4, WIDTH, device=backend.device, requires_grad=True)
 
 
 def train(graphs: ChunkGraphs, backend: GraphBackend, num_microbatches: int = 1) -> None:
     with graphs.step(num_microbatches):
         for _ in range(num_microbatches):
-            graphs.callables[0](new_input(backend)).square().sum().backward()
+            graphs.callables[0](sample(backend)).square().sum().backward()
 
 
 def train_in_flight(
@@ -92,7 +79,7 @@ def train_in_flight(
 ) -> None:
     """Run all forwards, `meddle`, then all backwards in order, or in reverse with -1."""
     with graphs.step(num_microbatches):
-        flying = [graphs.callables[0](new_input(backend)) for _ in range(num_microbatches)]
+        flying = [graphs.callables[0](sample(backend)) for _ in range(num_microbatches)]
         meddle()
         for y in flying[::order]:
             y.square().sum().backward()
@@ -102,39 +89,11 @@ def slot_of(graphs: ChunkGraphs, index: int = 0) -> Any:
     return graphs._captured.slots[0][index]
 
 
-def test_parameters_of_a_function_stay_as_they_are(backend: GraphBackend) -> None:
-    """An eager pass has no module in which others could replace them."""
-    weight = nn.Parameter(torch.ones(WIDTH, WIDTH, device=backend.device))
-    chunk = Chunk(forward=lambda x: x @ weight, parameters=(weight,), label="function")
-    graphs = capture(chunk, new_input(backend), backend=backend, verify="shadow")
-    for _ in range(2):
-        train(graphs, backend)
-    assert graphs.counters.replays == 2
-    assert not vars(weight)
-
-
 def keeping_output(slot: Any, fill: Callable[[], None]) -> None:
     """Fill a slot, except its output: the caller still reads it to compute its gradient."""
     kept = slot.outputs.tensors[0].clone()
     fill()
     slot.outputs.tensors[0].copy_(kept)
-
-
-@pytest.mark.parametrize("main_grad", [False, True])
-@pytest.mark.parametrize("verify", ["poison", "shadow"])
-def test_training_is_as_without(
-    make_pipeline: Callable[..., Any],
-    backend: GraphBackend,
-    no_warning: None,
-    verify: str,
-    main_grad: bool,
-) -> None:
-    """With dropout, buffers and accumulated gradients, with and without main_grad, step by step."""
-    schedules = [megatron_schedule(2, 2, m, 2) for m in (2, 4, 6, 2)]
-    eager, graphed = (make_pipeline(2, 2, main_grad=main_grad) for _ in range(2))
-    graphed.attach([(4, 2), (3, 1)], backend, verify=verify)
-    assert graphed.train(schedules, seed=5).equals(eager.train(schedules, seed=5))
-    assert graphed.graphs[0].counters.replays == 2 * 12
 
 
 def test_a_receive_that_ends_during_an_eager_pass_is_kept(backend: GraphBackend) -> None:
@@ -151,11 +110,11 @@ def test_a_receive_that_ends_during_an_eager_pass_is_kept(backend: GraphBackend)
         linear=nn.Linear(WIDTH, WIDTH),
         received=None,
     )
-    graphs = capture(chunk, new_input(backend), backend=backend, num_slots=2, verify="shadow")
-    call, sent = graphs.callables[0], new_input(backend)
+    graphs = capture(chunk, sample(backend), backend=backend, num_slots=2, verify="shadow")
+    call, sent = graphs.callables[0], sample(backend)
     with graphs.step(3):
         chunk.received = graphs.reserve_input(0)
-        first, second = call(chunk.received), call(new_input(backend))
+        first, second = call(chunk.received), call(sample(backend))
         first.sum().backward()
         memory = graphs.reserve_input(0)
         assert memory.data_ptr() == chunk.received.data_ptr()
@@ -278,11 +237,11 @@ def test_a_nan_from_outside_is_not_blamed_on_a_layer(
 ) -> None:
     graphs = attach(verify="poison")
     with pytest.warns(UserWarning, match="came in with the input") as records, graphs.step(1):
-        graphs.callables[0](new_input(backend) * float("nan")).sum().backward()
+        graphs.callables[0](sample(backend) * float("nan")).sum().backward()
     assert len(records) == 1
     graphs = attach(verify="poison")
     with pytest.warns(UserWarning, match="from work after the chunk") as records, graphs.step(1):
-        (graphs.callables[0](new_input(backend)) * float("nan")).sum().backward()
+        (graphs.callables[0](sample(backend)) * float("nan")).sum().backward()
     assert len(records) == 1
 
 
@@ -293,7 +252,7 @@ def test_poison_still_finds_dead_memory_after_a_nan_of_the_model(
     """Also where the NaN stays in gradients that are never cleared."""
     graphs = attach(verify="poison")
     with pytest.warns(UserWarning, match="came in with the input"), graphs.step(1):
-        graphs.callables[0](new_input(backend) * float("nan")).sum().backward()
+        graphs.callables[0](sample(backend) * float("nan")).sum().backward()
     if drops_gradients:
         stack.zero_grad(set_to_none=True)
     train(graphs, backend)
@@ -310,7 +269,7 @@ def test_a_nan_of_the_backward_is_named_by_its_first_gradient(backend: GraphBack
         return third(nan_in_backward(second(first(x))))
 
     chunk = Apply(bad, layers=nn.ModuleList(Layer() for _ in range(3)))
-    graphs = capture(chunk, new_input(backend), backend=backend, verify="poison")
+    graphs = capture(chunk, sample(backend), backend=backend, verify="poison")
     with pytest.warns(UserWarning, match=r"backward of .*is that of layers\.1\.linear\."):
         train(graphs, backend)
 
@@ -331,8 +290,8 @@ def test_poison_names_the_layer_that_read_dead_memory(
 
 def test_poison_accepts_infinite_gradients_that_add_up_to_a_nan(backend: GraphBackend) -> None:
     chunk = Apply(lambda m, x: x + m.bias, bias=nn.Parameter(torch.zeros(8)))
-    graphs = capture(chunk, new_input(backend), backend=backend, verify="poison")
+    graphs = capture(chunk, sample(backend), backend=backend, verify="poison")
     with graphs.step(2):
         for sign in (1, -1):
-            (graphs.callables[0](new_input(backend)) * (sign * torch.inf)).sum().backward()
+            (graphs.callables[0](sample(backend)) * (sign * torch.inf)).sum().backward()
     assert chunk.bias.grad.isnan().all()

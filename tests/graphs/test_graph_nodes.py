@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import sys
@@ -13,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs, arguments
+from chunkgraph.engine import CaptureOptions, Chunk, ChunkGraphs
 from chunkgraph.engine.layout import memory_of
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
+from chunkgraph.graphs import CUDABackend, GraphBackend
 from chunkgraph.graphs.cuda import CUDAGraphHandle
 from chunkgraph.graphs.graph_nodes import MAX_BYTES, GraphEditor
 from chunkgraph.graphs.recorder.recorded_graph import RecordedCopy
@@ -227,26 +226,6 @@ def test_a_graph_that_cannot_be_made_is_freed(
         assert handle.graph is None
 
 
-@pytest.mark.parametrize("uses_kernels", [True, False])
-@pytest.mark.parametrize("can_sleep", [True, False])
-def test_the_default_backend_follows_the_options(
-    monkeypatch: pytest.MonkeyPatch, uses_kernels: bool, can_sleep: bool
-) -> None:
-    backends: list[tuple[str, bool, bool]] = []
-
-    def cuda(device: torch.device, *, memset_kernels: bool, can_sleep: bool) -> RecorderBackend:
-        backends.append((str(device), memset_kernels, can_sleep))
-        return RecorderBackend()
-
-    monkeypatch.setattr(arguments, "CUDABackend", cuda)
-    parameter: Any = SimpleNamespace(device=torch.device("cuda", 3))
-    chunk = Chunk(forward=lambda x: x, parameters=(parameter,), label="chunk 0")
-    options = CaptureOptions(memset_kernels=uses_kernels, can_sleep=can_sleep)
-    with contextlib.suppress(AttributeError):  # it is no parameter
-        ChunkGraphs([chunk], [1], options=options)
-    assert backends == [("cuda:3", uses_kernels, can_sleep)]
-
-
 @pytest.mark.gpu
 def test_replays_write_what_memsets_wrote() -> None:
     from cuda.bindings import runtime
@@ -272,27 +251,6 @@ def test_replays_write_what_memsets_wrote() -> None:
         graph.release()
     assert results[0] == results[1]
     assert results[0][1][:2] == [0x11111111, -1]
-
-
-@pytest.mark.gpu
-def test_a_layer_norm_and_a_matrix_product_stay_equal_to_eager() -> None:
-    """cuBLAS clears the counters of some of its kernels."""
-    backend = CUDABackend()
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.LayerNorm(2048), torch.nn.Linear(2048, 6144, bias=False))
-    module.to(backend.device, torch.bfloat16)
-    x = torch.randn(1024, 2048, device=backend.device, dtype=torch.bfloat16)
-    with torch.no_grad(), backend.on_capture_stream():
-        module(x)
-    with torch.no_grad(), backend.capture("product", backend.new_pool("slot")) as graph:
-        y = module(x)
-    if not graph.num_memset_kernels:
-        pytest.skip("this cuBLAS clears nothing for these products")
-    for seed in range(5):
-        x.copy_(torch.randn(1024, 2048, generator=torch.Generator().manual_seed(seed)))
-        graph.replay()
-        with torch.no_grad():
-            assert torch.equal(y, module(x))
 
 
 def test_each_replay_copies_from_the_present_source(backend: GraphBackend) -> None:
@@ -344,19 +302,6 @@ def test_copies_precede_all_branches_of_a_graph(backend: GraphBackend) -> None:
         graph.replay()
         assert torch.equal(y, sources[0] + sources[1])
         assert torch.equal(z, sources[1] - sources[0])
-
-
-@pytest.mark.gpu
-def test_a_released_graph_loads_nothing() -> None:
-    backend = CUDABackend()
-    x = torch.zeros(2, device=backend.device)
-    with backend.capture("graph", backend.new_pool("slot"), targets=[memory_of(x)]) as graph:
-        x + 1
-    (node,) = graph.copy_nodes
-    graph.release()
-    assert node is not None
-    with pytest.raises(RuntimeError, match="released"):
-        node.read(torch.ones_like(x).data_ptr())
 
 
 @pytest.mark.gpu

@@ -43,11 +43,6 @@ def test_conflicts_are_exactly_foreign_writes_into_live_memory(
         prove_disjoint(slots)
 
 
-def test_a_slots_own_graphs_may_write_what_it_reads() -> None:
-    own = AddressRanges([(0, 100)])
-    prove_disjoint([SlotFootprint("slot 0", own, {"forward": own, "backward": own})])
-
-
 def test_the_error_names_graph_slot_and_addresses() -> None:
     reader = SlotFootprint("chunk 0 slot 0", AddressRanges([(0x1000, 0x1200)]), {})
     writer = SlotFootprint(

@@ -317,35 +317,3 @@ def test_triton_does_what_the_reference_does(num_pages: int, dtype: torch.dtype)
         assert on_cpu.status() == on_gpu.status()
         free = on_cpu.status().num_free_pages
         assert torch.equal(on_cpu.stack[:free], on_gpu.stack[:free].cpu())
-
-
-@pytest.mark.gpu
-def test_a_graph_that_stashes_has_the_gradients_of_one_that_does_not() -> None:
-    """Also in replays with other rows in use."""
-    torch.manual_seed(0)
-    saving = Saving(4096)
-    saving.stash = PagedStash(4096, 2000, torch.device("cuda"))
-    x = torch.randn(512, 256, device="cuda", requires_grad=True)
-    in_use = torch.ones(512, dtype=torch.bool, device="cuda")
-    weights = [torch.randn(256, 256, device="cuda") / 16 for _ in range(4)]
-
-    def run(*, stashes: bool) -> torch.Tensor:
-        rows = RowsInUse.of(in_use)
-        h = x * in_use[:, None]
-        with saving.during("stash" if stashes else "off"):
-            for weight in weights:
-                with saving.scope(rows, [], "experts"):
-                    h = torch.nn.functional.silu(h @ weight)
-        (grad,) = torch.autograd.grad(h.square().sum(), x)
-        return grad
-
-    run(stashes=True)  # compiles the kernels
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        grad = run(stashes=True)
-    for share in (1.0, 0.3, 0.0, 0.7):
-        x.data.normal_()
-        in_use.copy_(torch.rand(512, device="cuda") < share)
-        graph.replay()
-        assert torch.equal(grad, run(stashes=False))
-        assert saving.stash.status().num_required_pages == 0

@@ -92,13 +92,6 @@ def test_wrong_files_are_refused_in_one_line(tmp_path: Path, name, content, mess
     assert "\n" not in str(error.value)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path):
-    with pytest.raises(ConfigError, match="cannot read the lengths: No such file"):
-        read_lengths(tmp_path / "none.txt")
-    with pytest.raises(ConfigError, match="cannot read the lengths: Is a directory"):
-        read_lengths(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["lengths", "data.idx"])
 def test_a_pipe_is_refused(tmp_path: Path, name):
     """One without a writer never begins."""

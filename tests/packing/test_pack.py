@@ -136,18 +136,6 @@ def int32(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-def test_good_offsets_are_accepted():
-    check_offsets(int32(0, 3, 4, 9), 9)
-    check_offsets(int32(0, 3, 3, 9, 9), 9)
-
-
-def test_lists_that_make_no_array():
-    with pytest.raises(PackingError, match="rank 2: cu_seqlens must be a list of integers; these"):
-        check_offsets([[0], [1, 2]], 8, "rank 2")
-    with pytest.raises(PackingError, match="document lengths must be a list of integers;"):
-        pack([[1], [1, 2]], PackedShape(4, 8))
-
-
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [

@@ -41,17 +41,6 @@ def test_impossible_sizes(sizes, message):
         PackedShape(*sizes)
 
 
-@pytest.mark.parametrize("length", [2**63, 2**64 - 1])
-def test_unsigned_lengths_beyond_int64_are_refused(length):
-    shape, lengths = PackedShape(4, 8), np.array([1, length], np.uint64)
-    for refuse in (reason_not_to_fit, pack):
-        with pytest.raises(PackingError, match="document 1 of 2 has a length of -"):
-            refuse(lengths, shape)
-    assert reason_not_to_fit(np.array([1, 7], np.uint64), shape) is None
-    # A length within int64 gives a reason instead of an error.
-    assert reason_not_to_fit([2**63 - 1], shape) is OverflowReason.DOCUMENT_TOO_LONG
-
-
 @given(lengths_of_documents, st.integers(2, 9), st.integers(1, 12), st.sampled_from([1, 2, 3]))
 def test_a_reason_is_given_exactly_when_a_limit_is_broken(lengths, num_seqs, units, size):
     multiple = 1 if size == 1 else 2 * size
@@ -164,13 +153,7 @@ def test_powers_of_two_up_to_half_and_32_for_short_rows() -> None:
         ({"buckets": [0.75, 1.0]}, (64,)),
     ],
 )
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_a_run_has(packing: dict, expected: tuple[int, ...], num_ranks: int) -> None:
-    """The same with context-parallel ranks that have as many rows each."""
-    if "context_parallel_sizes" in packing:  # these rows are already per rank
-        num_ranks = 1
-    if "max_packed_tokens" in packing:
-        packing = {**packing, "max_packed_tokens": packing["max_packed_tokens"] * num_ranks}
+def test_what_a_run_has(packing: dict, expected: tuple[int, ...]) -> None:
     config = config_from_mapping(
         {
             "device": "cuda",
@@ -180,9 +163,8 @@ def test_what_a_run_has(packing: dict, expected: tuple[int, ...], num_ranks: int
                 "ffn_hidden_size": 128,
                 "num_attention_heads": 4,
                 "layer_spec": "transformer_engine",
-                "seq_length": 2048 * num_ranks,
+                "seq_length": 2048,
             },
-            "pipeline": {"context_parallel_size": num_ranks},
             "train": {"micro_batch_size": 1, "num_microbatches": [2]},
             "packing": {"max_packed_seqs": 200, **packing},
         }

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
-from drawn_schedules import CASES, legal_steps
+from drawn_schedules import CASES, SCHEDULES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,35 +28,9 @@ from chunkgraph.schedules import (
 )
 from chunkgraph.slots import assign_slots
 
-SCHEDULES = legal_steps().map(
-    lambda step: build_schedule(step[0], **step[1], num_microbatches=step[2])
-)
-
 
 def rows(schedule):
     return [" ".join(map(str, actions)) for actions in schedule.actions]
-
-
-def test_one_rank_is_no_pipelining():
-    assert rows(megatron_schedule(1, 1, 3)) == ["0F0 0B0 0F1 0B1 0F2 0B2"]
-
-
-def test_interleaved_order_with_a_tail_group():
-    # Megatron's own worked example: PP 2, group size 3, 5 microbatches, VP 2.
-    built = megatron_schedule(2, 2, 5, 3)
-    assert [str(action) for action in built.actions[1] if action.op.value == "F"] == [
-        "1F0", "1F1", "1F2", "3F0", "3F1", "3F2", "1F3", "1F4", "3F3", "3F4",
-    ]  # fmt: skip
-    assert rows(built)[0].startswith("0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1")
-
-
-def test_a_v_holds_both_ends_on_rank_0():
-    built = build_schedule("zb-v", num_ranks=3, num_chunks=2, num_microbatches=1)
-    assert [built.rank_of(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
-    assert [built.chunk_of(stage) for stage in range(6)] == [0, 0, 0, 1, 1, 1]
-    # Stages 2 and 3 are on one rank and exchange tensors without messages.
-    stages = {a.stage for _, a in with_transfers(built) if a.op.value.startswith("SEND_F")}
-    assert stages == {0, 1, 3, 4}
 
 
 @settings(deadline=None, max_examples=150)
@@ -243,29 +217,3 @@ def test_many_microbatches_are_drawn_as_the_ends_of_their_step(name, is_folded):
 
 def _place(box):
     return box[1], box[0]
-
-
-def test_a_bar_joins_the_uses_of_every_slot(built):
-    slots, run = assign_slots(built), simulate(built)
-    root = ET.fromstring(draw_svg(run, slots=slots))
-    assert len(rects(root, "slot")) == len(slots) + 1
-    lanes = {rect.get("y") for rect in rects(root, "slot")[1:]}
-    keys = {
-        (rank, built.chunk_of(span.action.stage), slots[span.action.stage, span.action.microbatch])
-        for rank, spans in enumerate(run.spans)
-        for span in spans
-    }
-    assert len(lanes) == len(keys)
-
-
-def test_svg_names_ranks_title_slots_and_chunks():
-    built = CASES[0]
-    texts = [
-        text.text
-        for text in ET.fromstring(draw_svg(simulate(built), slots=assign_slots(built))).iter(
-            f"{SVG}text"
-        )
-    ]
-    assert "interleaved: 4 ranks, 2 chunks each, 12 microbatches" in texts
-    assert {"rank 0", "rank 3", "c1 s0", "F forward", "B backward"} <= set(texts)
-    assert "I input gradient" not in texts

@@ -13,7 +13,6 @@ from chunkgraph.schedules import (
     Op,
     Schedule,
     build_schedule,
-    simulate,
     validate,
     with_transfers,
 )
@@ -164,23 +163,6 @@ def test_deadlock_names_every_waiting_rank():
 def test_incomplete_work(text, message):
     with pytest.raises(ScheduleError, match=message):
         validate(Schedule.from_csv(text))
-
-
-def test_rows_and_ranges():
-    built = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
-    with pytest.raises(ScheduleError, match="1 rows of actions for 2 ranks"):
-        validate(dataclasses.replace(built, actions=built.actions[:1]))
-    with pytest.raises(ScheduleError, match=r"microbatch outside 0\.\.0"):
-        validate(dataclasses.replace(built, num_microbatches=1))
-    with pytest.raises(ScheduleError, match=r"microbatch 2: there is no F"):
-        validate(dataclasses.replace(built, num_microbatches=3))
-    with pytest.raises(ScheduleError, match=r"stage outside 0\.\.1"):
-        validate(edited(built, lambda rows: rows[0].append(Action(Op.F, 2, 0))))
-
-
-def test_simulation_refuses_a_broken_schedule():
-    with pytest.raises(ScheduleError, match="runs before"):
-        simulate(Schedule.from_csv("0B0,0F0"))
 
 
 def test_a_file_of_ones_own_is_refused_with_its_row():

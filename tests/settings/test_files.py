@@ -77,17 +77,6 @@ def test_a_bad_file_is_named_with_the_place(
     assert len(message) < 3000
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    for path, part in {
-        str(tmp_path): "Is a directory",
-        "/dev/zero": "/dev/zero: cannot read the configuration file: it is not a regular file",
-        str(tmp_path / "config" / "missing.yaml"): "No such file",
-    }.items():
-        with pytest.raises(ConfigError, match=part) as error:
-            load_config(path)
-        assert len(str(error.value)) < 400
-
-
 def test_a_small_number_needs_no_dot(tmp_path: Path) -> None:
     _write(tmp_path, base=SMALL)
     for text, value in {"1e-3": 1e-3, "2E+1": 20.0, "1.5e-3": 1.5e-3, "3": 3.0}.items():

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from chunkgraph._text import counted, did_you_mean, format_bytes, shorten, shown
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.megatron.rules.features import FILE_RULES, STASH_RULES
 from chunkgraph.settings import rules as file_rules
@@ -43,23 +42,6 @@ def test_a_text_names_settings_and_values(words: Words, prefix: str) -> None:
     rule = Rule(text, lambda _: {"tokens": 7})
     facts = _facts(words, recompute_modules=("mlp", "moe"))
     assert rule.refusal(facts) == f"{prefix}7 tokens"
-
-
-@pytest.mark.parametrize(
-    ("on", "subject"),
-    [
-        ({}, "without --swiglu, --qk-layernorm or --num-experts"),
-        ({"swiglu": True}, "--swiglu without --qk-layernorm or --num-experts"),
-        ({"num_moe_experts": 4}, "--num-experts 4 without --swiglu or --qk-layernorm"),
-        (
-            {"qk_layernorm": True, "num_moe_experts": 4},
-            "--qk-layernorm with --num-experts 4 without --swiglu",
-        ),
-    ],
-)
-def test_flags_that_are_left_out_come_last(on: dict[str, Any], subject: str) -> None:
-    rule = Rule("swiglu qk_layernorm num_moe_experts: why", lambda _: True)
-    assert rule.refusal(_facts(FLAGS, **on)) == f"{subject}: why"
 
 
 def test_a_rule_without_a_condition_is_of_settings_that_are_all_on() -> None:
@@ -176,41 +158,3 @@ def test_the_rules_of_a_model_ask_for_fields_that_megatron_has() -> None:
         *("num_microbatches_with_partial_activation_checkpoints", "quant_recipe", "use_kitchen"),
     }
     assert _names_read_by(rules) - known - facts - some == set()
-
-
-@pytest.mark.parametrize(
-    ("word", "expected"),
-    [
-        ("shadwo", " Did you mean 'shadow'?"),
-        ("SHADOW", " Did you mean 'shadow'?"),
-        ("qqq", ""),
-        ("shadow" * 100_000, ""),
-    ],
-)
-def test_nearest_finds_a_choice_in_any_case_and_no_far_one(word: str, expected: str) -> None:
-    assert did_you_mean(word, ("none", "poison", "shadow")) == expected
-
-
-def test_a_value_in_a_message_is_cut_at_200_characters() -> None:
-    assert shown("x" * 150) == "'" + "x" * 150 + "'"
-    assert shorten("y" * 201) == "y" * 197 + "..."
-    for value in (["ab"] * 10**6, {i: i for i in range(10**5)}, b"\0" * 10**7, "é" * 10**7):
-        assert 20 < len(shown(value)) <= 200
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (1023, "1023 B"),
-        (1.5 * 2**20, "1.5 MiB"),
-        (2**51, "2048.0 TiB"),
-    ],
-)
-def test_format_bytes(num_bytes: float, text: str) -> None:
-    assert format_bytes(num_bytes) == text
-
-
-def test_one_is_singular() -> None:
-    words = ("rank", "process", "microbatch")
-    assert [counted(1, word) for word in words] == ["1 rank", "1 process", "1 microbatch"]
-    assert [counted(2, word) for word in words] == ["2 ranks", "2 processes", "2 microbatches"]

@@ -3,11 +3,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from drawn_schedules import legal_steps
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkgraph.errors import SlotError
-from chunkgraph.schedules import Op, build_schedule, get_family, legal_counts, list_schedules
+from chunkgraph.schedules import Op, build_schedule, legal_counts
 from chunkgraph.slots import SlotMachine, assign_slots, plan_slots
 
 
@@ -54,61 +55,6 @@ def test_no_free_slot(running):
     assert arrow == "  -> forward chunk 1 microbatch 1"
 
 
-# Calls that are accepted, one that is refused after them, and parts of its message.
-@pytest.mark.parametrize(
-    ("accepted", "last", "parts"),
-    [
-        ("", "begin_backward", ("slot 0: holds no microbatch", "No slot is in use.")),
-        ("f", "release", ("slot 0: forward done, waits for its backward",)),
-        ("fb", "begin_backward", ("slot 0: in backward", "run each backward once")),
-        ("fbr", "release", ("holds no microbatch", "release chunk 0 microbatch 0 slot 0")),
-    ],
-)
-def test_calls_out_of_order(running, accepted, last, parts):
-    for call in accepted:
-        if call == "f":
-            running.acquire_forward(0)
-        else:
-            {"b": running.begin_backward, "r": running.release}[call](0, 0)
-    refused(lambda: getattr(running, last)(0, 0), *parts)
-
-
-def test_a_weight_gradient_comes_after_its_input_gradient(running):
-    running.acquire_forward(0)
-    refused(lambda: running.begin_last(0), "no microbatch waits for its weight gradient")
-    never_run = "the backward of this microbatch has not run"
-    refused(lambda: running.begin_last(0, running.latest_turn), never_run)
-    refused(lambda: running.await_last(0, 0), "waits for its backward")
-    running.begin_backward(0, 0)
-    running.await_last(0, 0)
-    refused(lambda: running.release(0, 0), "waits for its weight gradient")
-    refused(lambda: running.await_last(0, 0), "waits for its weight gradient")
-    refused(lambda: running.begin_backward(0, 0), "input gradient done")
-    assert running.begin_last(0) == 0
-    refused(lambda: running.await_last(0, 0), "in weight gradient")
-    running.release(0, 0)
-    running.end_step()
-
-
-def test_weight_gradients_come_in_the_order_of_input_gradients(running):
-    turns = []
-    for _ in range(2):
-        running.acquire_forward(0)
-        turns.append(running.latest_turn)
-    for slot in (1, 0):
-        running.begin_backward(0, slot)
-        running.await_last(0, slot)
-    assert running.waiting(0) == (turns[1], turns[0])
-    refused(lambda: running.begin_last(0, turns[0]), "microbatch 1 comes first", "other bits")
-    refused(running.end_step, "2 weight gradients were not run (microbatch 1 of chunk 0, micro")
-    assert running.begin_last(0, turns[1]) == 1
-    running.release(0, 1)
-    refused(lambda: running.begin_last(0, turns[1]), "has been run already")
-    assert running.begin_last(0) == 0
-    running.release(0, 0)
-    running.end_step()
-
-
 def test_step_ended_with_slots_in_use(running):
     running.acquire_forward(0)
     refused(running.end_step, "1 slots are still in use", "microbatch 0", "-> end step")
@@ -128,37 +74,6 @@ def test_abort_frees_everything_and_the_next_step_starts_clean(running):
     assert running.acquire_forward(0) == 0
 
 
-@pytest.mark.parametrize("num_slots", [[], [0], [2, -1]])
-def test_every_chunk_needs_a_slot(num_slots):
-    with pytest.raises(SlotError, match="at least one slot"):
-        SlotMachine(num_slots, "rank 0")
-
-
-def test_message_of_a_long_step_stays_short():
-    machine = SlotMachine([1], "rank 3")
-    machine.begin_step()
-    for _ in range(500):
-        slot = machine.acquire_forward(0)
-        machine.begin_backward(0, slot)
-        machine.release(0, slot)
-    text = refused(lambda: machine.release(0, 0), "... 1488 earlier")
-    assert len(text.splitlines()) < 25
-
-
-@st.composite
-def steps(draw):
-    """Draw a rank of a schedule family, and microbatch counts of several steps."""
-    name = draw(st.sampled_from(list_schedules()))
-    family = get_family(name)
-    num_chunks = family.num_chunks or draw(st.integers(2, 4))
-    num_ranks = draw(st.integers(2 if num_chunks > 1 else 1, 5))
-    group_size = draw(st.integers(num_ranks, 2 * num_ranks)) if family.interleaves else None
-    sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks, "group_size": group_size}
-    counts = legal_counts(**sizes, schedule=name).up_to(4 * (group_size or num_ranks))
-    chosen = draw(st.lists(st.sampled_from(counts), min_size=1, max_size=4))
-    return name, sizes, draw(st.integers(0, num_ranks - 1)), chosen
-
-
 def drive(machine, built, rank):
     """Run one step; return the slot of every (stage, microbatch)."""
     taken = {}
@@ -175,23 +90,23 @@ def drive(machine, built, rank):
     return taken
 
 
-@given(steps())
-def test_planned_slots_carry_every_legal_step(case):
-    name, sizes, rank, counts = case
-    plan = plan_slots(**sizes, rank=rank, schedule=name, max_num_microbatches=max(counts))
+@given(legal_steps(), st.randoms(use_true_random=False))
+def test_planned_slots_carry_every_legal_step(case, rng):
+    name, sizes, most = case
+    rank = rng.randrange(sizes["num_ranks"])
+    plan = plan_slots(**sizes, rank=rank, schedule=name, max_num_microbatches=most)
     machine = SlotMachine(plan.slots_per_chunk, f"rank {rank}")
-    for count in counts:
+    for count in legal_counts(**sizes, schedule=name).up_to(most)[-4:]:
         built = build_schedule(name, **sizes, num_microbatches=count)
         taken = drive(machine, built, rank)
         expected = assign_slots(built)
         assert taken == {key: expected[key] for key in taken}
 
 
-@given(steps(), st.randoms(use_true_random=False))
+@given(legal_steps(), st.randoms(use_true_random=False))
 def test_one_slot_less_is_not_enough(case, rng):
-    name, sizes, rank, _ = case
-    most = 4 * (sizes["group_size"] or sizes["num_ranks"]) - 1
-    most = max(legal_counts(**sizes, schedule=name).up_to(most))
+    name, sizes, most = case
+    rank = rng.randrange(sizes["num_ranks"])
     plan = plan_slots(**sizes, rank=rank, schedule=name, max_num_microbatches=most)
     chunk = rng.randrange(len(plan.slots_per_chunk))
     slots = list(plan.slots_per_chunk)

@@ -30,3 +30,8 @@ def legal_steps(draw: st.DrawFn) -> tuple[str, dict[str, int], int]:
         sizes["group_size"] = draw(st.integers(num_ranks, 2 * num_ranks + 2))
         largest = 3 * sizes["group_size"]
     return name, sizes, draw(st.sampled_from(legal_counts(**sizes, schedule=name).up_to(largest)))
+
+
+SCHEDULES = legal_steps().map(
+    lambda step: build_schedule(step[0], **step[1], num_microbatches=step[2])
+)

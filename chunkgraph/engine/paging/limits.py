@@ -32,23 +32,20 @@ class SlotLimit:
     """
 
     def __init__(self, options: CaptureOptions, schedule: RankSchedule | None) -> None:
-        name = "max_slots" if options.max_slot_memory is None else "max_slot_memory"
         limit = options.max_slot_memory
         limit = parse_bytes(limit) if isinstance(limit, str) else limit
-        if name == "max_slot_memory" and not (is_integer(limit) and limit > 0):
+        if options.max_slot_memory is not None and not (is_integer(limit) and limit > 0):
             raise ConfigError(
                 f"max_slot_memory is {shown(options.max_slot_memory)}; write it as 20GiB or 20GB, "
                 "or as a number of bytes."
             )
-        for other, is_set in {
-            "max_slots": name == "max_slot_memory" and options.max_slots is not None,
-            "shared_slots=True": options.shared_slots,
-        }.items():
-            if is_set:
-                raise ConfigError(
-                    f"{name} cannot be combined with {other}: pages move between the slots of one "
-                    "chunk, by one limit. Leave one of them out."
-                )
+        names = "max_slots", "max_slot_memory", "shared_slots"
+        name, *others = filter(partial(getattr, options), names)
+        if others:
+            raise ConfigError(
+                f"{name} cannot be combined with {others[0]}: pages move between the slots of one "
+                "chunk, by one limit. Leave one of them out."
+            )
         if schedule is None:
             raise ConfigError(
                 f"{name} needs the schedule of the steps, which says which backward comes next. "
@@ -79,15 +76,9 @@ class SlotLimit:
         if num_microbatches in self._schedules:
             return self._schedules[num_microbatches]
         schedule = split_actions(self._schedule.build(num_microbatches))
-        needed = [least_slots(schedule, rank) for rank in range(schedule.num_ranks)]
-        own, most = needed[self._schedule.rank], max(map(max, needed))
-        if most > (self._options.max_slots or most):
-            raise ConfigError(
-                f"max_slots={self._options.max_slots}, but schedule {schedule.name!r} with "
-                f"{num_microbatches} microbatches needs {most} slots of a chunk even if every page "
-                "leaves (a split backward keeps its slot between its halves). Allow more, or use "
-                "a schedule of whole backwards."
-            )
+        most = [self._options.max_slots] * schedule.num_chunks
+        needed = [least_slots(schedule, rank, most) for rank in range(schedule.num_ranks)]
+        own = needed[self._schedule.rank]
         self._least = tuple(map(max, own, self._least or own))
         self._schedules[num_microbatches] = schedule
         return schedule
@@ -129,7 +120,7 @@ class SlotLimit:
             def plan(num_microbatches: int | None) -> PagePlan:
                 schedule = self.check(num_microbatches)
                 for rank, counts in enumerate(fewest):  # too few on one are an error on all
-                    plan_pages(schedule, rank, counts)
+                    least_slots(schedule, rank, counts)
                 return plan_pages(schedule, own.rank, num_slots, own.costs)
 
             return plan

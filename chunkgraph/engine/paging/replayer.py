@@ -27,7 +27,18 @@ _Key = tuple[int, int]
 
 
 class PagedSlotMachine(SlotMachine):
-    """Slots that microbatches leave and come back to; a paged one counts under no slot's number."""
+    """Slots that microbatches leave and come back to; a paged one counts under no slot's number.
+
+    The free slot that is saved first is taken first, as `PageClock` simulates it.
+
+    Attributes:
+        saved: When what left is on the host, by chunk and number of free slots, in order.
+    """
+
+    def begin_step(self) -> None:
+        """See `SlotMachine.begin_step`."""
+        super().begin_step()
+        self.saved: dict[tuple[int, int], Mark] = {}
 
     def next_key(self, chunk: int) -> _Key:
         """Return chunk and microbatch of the next forward of ``chunk``."""
@@ -40,15 +51,19 @@ class PagedSlotMachine(SlotMachine):
         self._free[self._set_of[chunk]] |= 1 << slot
         self._events.append(("page out", chunk, use.microbatch, slot))
 
-    def page_in(self, chunk: int, microbatch: int) -> int:
-        """Give a microbatch that has no slot the lowest free one, and return its number."""
-        free = self._free[self._set_of[chunk]]
-        assert free, "the plan has more pages than slots"
-        slot = (free & -free).bit_length() - 1
+    def page_in(self, chunk: int, microbatch: int) -> tuple[int, Mark]:
+        """Give a microbatch that has none a slot; return its number, and when it is saved."""
+        slot = self._next_free(chunk)
         self._free[self._set_of[chunk]] ^= 1 << slot
         self._uses[chunk, slot] = self._uses.pop((chunk, ~microbatch))
         self._events.append(("page in", chunk, microbatch, slot))
-        return slot
+        return slot, self.saved.pop((chunk, slot), None)
+
+    def _next_free(self, chunk: int) -> int:
+        free = self._free[self._set_of[chunk]]
+        slots = (s for s in range(free.bit_length()) if free >> s & 1)
+        idle = [s for s in slots if (chunk, s) not in self.saved]
+        return idle[0] if idle else next(s for c, s in self.saved if c == chunk)
 
 
 class PagedReplayer(Replayer):
@@ -167,7 +182,7 @@ class PagedReplayer(Replayer):
         self._expect(Op.F, of_microbatch)
         slot = self._holders[of_microbatch] = super()._acquire(c, key)
         self._keys[slot.turn] = of_microbatch
-        self._copier.wait(self._saved.pop((c, slot.index), None))
+        self._copier.wait(self._machine.saved.pop((c, slot.index), None))
         return slot
 
     def _expect(self, op: Op, key: _Key) -> None:
@@ -216,7 +231,7 @@ class PagedReplayer(Replayer):
         memory = self._away[page.key] = self._idle[c].pop()
         after = [self._copier.mark()]
         mark = self._copier.copy(self._pages[slot], memory, after, to_host=True)
-        self._copied[page.key] = self._saved[c, slot.index] = mark
+        self._copied[page.key] = self._machine.saved[c, slot.index] = mark
         slot.inputs.forget_sources()
         self._machine.page_out(c, slot.index)
 
@@ -224,9 +239,9 @@ class PagedReplayer(Replayer):
         """Launch the copy of a page into a slot."""
         assert self._captured is not None
         (c, microbatch), key = page.key, self._holders[page.key].bank
-        index = self._machine.page_in(c, microbatch)
+        index, is_saved = self._machine.page_in(c, microbatch)
         slot = self._holders[page.key] = self._captured.banks[key].slots[c][index]
-        after = self._copied[page.key], self._saved.pop((c, index), None), self._copier.mark()
+        after = self._copied[page.key], is_saved, self._copier.mark()
         parts, memory = self._pages[slot], self._away[page.key]
         self._copied[page.key] = self._copier.copy(parts, memory, after, to_host=False)
         slot.inputs.forget_sources()
@@ -237,7 +252,6 @@ class PagedReplayer(Replayer):
         self._holders: dict[_Key, Slot] = {}  # which slot a microbatch has, or had last
         self._away: dict[_Key, torch.Tensor] = {}  # the memory of pages
         self._copied: dict[_Key, Mark] = {}  # when its page is on the host, or in the slot again
-        self._saved: dict[_Key, Mark] = {}  # by chunk and slot: when what left is on the host
         if self._pages:
             # The backward may run in another slot, so no gradient is received into one.
             self._awaiting_grads = tuple(deque[Slot](maxlen=0) for _ in self._chunks)

@@ -94,7 +94,6 @@ class World:
         self.weights: list[WeightBackwards] = []
         self.calls: list[Callable[..., Any]] = list(self.chunks)
         self.average = [p.detach().clone() for p in self.parameters]
-        self.swapped: list[torch.Tensor] | None = None
         self.saved_state = [
             {k: v.clone() for k, v in chunk.state_dict().items()} for chunk in self.chunks
         ]

@@ -9,22 +9,15 @@ import pytest
 import torch
 from split_models import (
     MODELS,
-    WIDTH,
     as_split,
     assert_equal,
     check_step,
     gradients,
     inputs_of,
     pair,
-    run_eagerly,
-    run_split,
 )
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-from toys import Operators, use_plan
+from toys import Operators
 
-from chunkgraph.engine import StepMode
-from chunkgraph.errors import MemoryPlanError
 from chunkgraph.graphs import GraphBackend, RecorderBackend
 
 
@@ -43,56 +36,6 @@ def test_halves_have_the_bits_of_whole_backwards(
         check_step(graphs, eager, inputs, lag)
         assert_equal(gradients(module), gradients(eager))
     assert graphs.counters.weight_replays == graphs.counters.backward_replays == 10
-
-
-@pytest.mark.parametrize("plan", ["shared_backward", "pool_per_slot", "one_pool"])
-@pytest.mark.parametrize("verify", ["none", "poison", "shadow"])
-def test_memory_plans_and_verify_modes(backend: GraphBackend, plan: Any, verify: str) -> None:
-    eager, module = pair("layers", backend.device)
-    graphs = as_split(module, backend, verify=verify)
-    use_plan(graphs, plan)
-    if plan == "one_pool":
-        with pytest.raises(MemoryPlanError, match="share memory that is in use"):
-            graphs.capture([inputs_of(backend.device, 1)[0]])
-        return
-    for lag in (0, 2):
-        inputs = inputs_of(backend.device, 4)
-        check_step(graphs, eager, inputs, lag)
-        assert_equal(gradients(module), gradients(eager))
-    assert graphs.mode is StepMode.OUTSIDE
-    assert graphs.counters.fallbacks.total() == 1
-
-
-class CountsRecomputations(nn.Module):
-    """A recomputation reads and changes a buffer, as in a spectral norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        calls = self.get_buffer("calls")
-        calls += 1
-        y: torch.Tensor = self.linear(x) * (1 + calls / 10)
-        return y.tanh()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = checkpoint(self.scaled, x, use_reentrant=False)
-        return y
-
-
-@pytest.mark.parametrize("verify", ["none", "poison", "shadow"])
-def test_recomputations_that_change_the_module(backend: GraphBackend, verify: str) -> None:
-    eager, module = (CountsRecomputations().to(backend.device) for _ in range(2))
-    module.load_state_dict(eager.state_dict())
-    graphs = as_split(module, backend, verify=verify)
-    graphs.capture([inputs_of(backend.device, 1)[0]])
-    for lag in (0, 2):
-        inputs = inputs_of(backend.device, 4)
-        assert_equal(run_split(graphs, inputs, lag), run_eagerly(eager, inputs))
-        assert_equal(gradients(module), gradients(eager))
-        assert torch.equal(module.calls, eager.calls)
 
 
 HEAVY = {
