@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from chunkgraph._text import did_you_mean, shown
 from chunkgraph.data import NUM_TOKENS
 from chunkgraph.errors import ConfigError, TopologyError
 from chunkgraph.schedules import (
@@ -17,6 +18,8 @@ from chunkgraph.settings.models import Settings
 from chunkgraph.settings.rule import Facts, Rule, check
 from chunkgraph.settings.words import facts_of
 
+_LAYER_SPECS = ("auto", "local", "transformer_engine")
+
 
 def check_settings(config: Settings) -> None:
     """Check the settings against each other.
@@ -26,6 +29,7 @@ def check_settings(config: Settings) -> None:
         ScheduleError: the schedule's file holds no valid schedule.
         TopologyError: the sizes cannot form a pipeline.
     """
+    _check_layer_spec(config.model.layer_spec)
     _check_more_fields(config)
     # The features import this package. Their rules import no torch.
     from chunkgraph.megatron.rules.features import FILE_RULES
@@ -41,6 +45,17 @@ def check_settings(config: Settings) -> None:
         "train.num_microbatches",
     )
     _check_microbatches(config)
+
+
+def _check_layer_spec(spec: str) -> None:
+    module, colon, function = spec.partition(":")
+    parts = [*module.split("."), function]
+    if spec in _LAYER_SPECS or (colon and all(part.isidentifier() for part in parts)):
+        return
+    raise ConfigError(
+        f"model.layer_spec is {shown(spec)}; expected auto, local, transformer_engine or "
+        f"package.module:function.{did_you_mean(spec, _LAYER_SPECS)}"
+    )
 
 
 def _check_more_fields(config: Settings) -> None:

@@ -103,11 +103,10 @@ def _own_spec(config: Config) -> Any:
         return None
     try:
         function = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"model.layer_spec is {name}, but {error}. Use local, transformer_engine, auto, or "
-            "package.module:function, importable by the workers, that returns a Megatron module "
-            "spec."
+            f"model.layer_spec is {name}, but {error}. Use package.module:function, importable by "
+            "the workers, that returns a Megatron module spec."
         ) from error
     return function()
 
