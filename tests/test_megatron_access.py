@@ -34,7 +34,7 @@ _OTHERS = {
     *("_SubParsersAction", "_option_string_actions", "_exit", "_getframe", "_replace", "_fields"),
     *("_", "_ARGCOMPLETE", "_Value", "_hash", "_padded", "_v2", "_generator", "_global"),
     *("_raw", "_saved_", "_saved_tensors", "_disable_adapters", "_active_adapter"),
-    *("_adapter_enabled", "_merged"),
+    *("_adapter_enabled", "_merged", "_hooks", "_memory", "_attention"),
 }
 _BY_PREFIX = {"_raw_saved_": "_raw_saved_tensors"}
 """Private names that differ between classes, and the one of them in the table."""

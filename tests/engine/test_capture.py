@@ -209,7 +209,7 @@ def test_any_exception_in_the_session_reaches_all_ranks() -> None:
     graphs = ChunkGraphs([module], [1], backend=backend, agree=agree)
     with pytest.raises(CaptureError, match=r"KeyError: 'gone'\n.*test_capture\.py"):
         graphs.capture([(sample(backend),)])
-    assert [1, 0, 0] in agreed  # it failed
+    assert [1, 0, 0] in [values[:3] for values in agreed]  # it failed
     assert next(values for values in agreed if len(values) == 1)[0] > 0  # the cause
 
 
