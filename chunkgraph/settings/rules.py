@@ -72,8 +72,8 @@ def _check_microbatches(config: Settings) -> None:
     is_from_file = pipeline.schedule.endswith(FILE_SUFFIX)
     if is_from_file and config.train.compare == "none":
         return
-    try:
-        for count in config.train.num_microbatches:
+    for step, count in enumerate(config.train.num_microbatches):
+        try:
             check_step(
                 megatron_schedule_name(num_chunks),
                 num_ranks=pipeline.pipeline_model_parallel_size,
@@ -81,9 +81,10 @@ def _check_microbatches(config: Settings) -> None:
                 num_chunks=num_chunks,
                 group_size=pipeline.microbatch_group_size,
             )
-    except TopologyError as error:
-        hint = ". The file may have others if train.compare is none." if is_from_file else ""
-        raise TopologyError(f"{error}{hint}") from None
+        except TopologyError as error:
+            hint = ". The file may have others if train.compare is none." if is_from_file else ""
+            where = f"train.num_microbatches[{step}] is {count}"
+            raise TopologyError(f"{error} ({where}){hint}") from None
 
 
 def _head_size(f: Facts) -> int:

@@ -137,7 +137,7 @@ def test_all_wrong_values_are_named_at_once(small: Path) -> None:
             ["tensor_model_parallel_size=1", "make the latter 2 or more"],
         ),
         ("model.layer_spec=te", ConfigError, ["'te'", "package.module:function"]),
-        ("train.num_microbatches=[4,3]", TopologyError, ["3 is not legal", "2 or 4"]),
+        ("train.num_microbatches=[4,3]", TopologyError, ["s[1] is 3", "3 is not legal", "2 or 4"]),
         ("train.num_microbatches=[1]", TopologyError, ["needs one group of 2 or more"]),
         ("pipeline.pipeline_model_parallel_size=1", TopologyError, ["at least 2 pipeline ranks"]),
         ("packing.buckets=[0.5]", ConfigError, ["buckets is [0.5]", "packing is off"]),
