@@ -153,8 +153,12 @@ class sleeping_memory:  # noqa: N801 - like torch.no_grad
         self._backend.synchronize()
 
 
-def beside(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Return a ``with`` block that allocates in the memory that ``tensor`` sleeps in, if any."""
+def memory_holding(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Return the sleeping memory that holds ``tensor``, to enter and allocate in.
+
+    Returns:
+        A context that does nothing if no such memory holds it.
+    """
     for memory in _memories:
         if any(r.start <= tensor.data_ptr() < r.end for r in memory.pool.reserved()):
             return memory

@@ -144,7 +144,7 @@ def test_modules_in_the_wrapper_of_torch_compile_have_a_mode(backend: GraphBacke
 
 
 def test_a_declared_cache_may_grow_in_an_eager_step(backend: GraphBackend) -> None:
-    """A buffer beside it may not be replaced."""
+    """Replacing another buffer is refused."""
     module = Stack().to(backend.device)
     module.register_buffer("table", torch.ones(2, device=backend.device))
     chunk = replace(Chunk.from_module(module, "stage"), caches=("table",))

@@ -26,7 +26,7 @@ from chunkgraph.engine.capture.accumulate import add_together
 from chunkgraph.errors import ConfigError
 from chunkgraph.megatron.core.access import private_names, versions
 from chunkgraph.megatron.features.experts.dropless_rows import DeviceSplits
-from chunkgraph.memory.sleeping import beside
+from chunkgraph.memory.sleeping import memory_holding
 
 CUBLASLT_NEEDED = 130801
 """13.8.1: the first version that correctly reads a grouped product's counts on the device."""
@@ -346,7 +346,7 @@ def lay_together(weights: Sequence[torch.nn.Parameter]) -> None:
     is_shared = any(w.untyped_storage().nbytes() != w.numel() * w.element_size() for w in weights)
     if is_shared or _even_step_bytes(weights) is not None:
         return
-    with beside(weights[0]):
+    with memory_holding(weights[0]):
         together = torch.stack([weight.detach() for weight in weights])
     for weight, place in zip(weights, together, strict=True):
         weight.data = place
