@@ -84,7 +84,7 @@ def _check_microbatches(config: Settings) -> None:
         except TopologyError as error:
             hint = ". The file may have others if train.compare is none." if is_from_file else ""
             where = f"train.num_microbatches[{step}] is {count}"
-            raise TopologyError(f"{error} ({where}){hint}") from None
+            raise TopologyError(f"{where}: {error}{hint}") from None
 
 
 def _head_size(f: Facts) -> int:
