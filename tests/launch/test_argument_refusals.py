@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from launch_arguments import megatron_parser
@@ -10,6 +11,7 @@ from training_needs import NEEDS_TRAINING
 
 from chunkgraph.errors import ConfigError
 from chunkgraph.launch.arguments import refuse_changed_arguments, settle_arguments
+from chunkgraph.megatron.cpu.pretrain import cpu_flags
 from chunkgraph.settings import Config, settings_of
 
 pytestmark = [pytest.mark.megatron, NEEDS_TRAINING]
@@ -168,3 +170,13 @@ def test_flags_that_change_no_result_are_turned_off_and_named() -> None:
     assert settle_arguments(plain, on_cpu=True) is None
     assert plain.fine_grained_activation_offloading
     assert plain.delay_wgrad_compute
+
+
+@pytest.mark.parametrize("strategy", [[], ["--async-strategy", "mcore"]])
+def test_a_checkpoint_worker_that_needs_a_gpu_is_refused_on_a_cpu(strategy: Any) -> None:
+    """It would fail on a division by the number of GPUs, and its rank would wait for ever."""
+    both = ["--async-save", "--use-persistent-ckpt-worker", *strategy]
+    with pytest.raises(ConfigError, match=r"--use-persistent-ckpt-worker .* needs a GPU"):
+        cpu_flags(both)
+    cpu_flags(["--async-save", *strategy])
+    cpu_flags(["--use-persistent-ckpt-worker", *strategy])

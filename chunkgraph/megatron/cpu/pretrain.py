@@ -54,6 +54,12 @@ def cpu_flags(script_args: list[str]) -> list[str]:
     positions = {
         arg.partition("=")[0]: i for i, arg in enumerate(script_args) if arg.startswith("--")
     }
+    if {"--async-save", "--use-persistent-ckpt-worker"} <= positions.keys():
+        raise ConfigError(
+            "--use-persistent-ckpt-worker with --async-save needs a GPU, but --device is cpu: its "
+            "worker chooses one, and the ranks would wait for it forever. Leave "
+            "--use-persistent-ckpt-worker out."
+        )
     missing: list[str] = []
     for flag, required in _NEEDED_FLAGS.items():
         if flag not in positions:
