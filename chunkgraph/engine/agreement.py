@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -297,16 +298,24 @@ def refuse_differences(agree: Agree | None, rank: int, facts: Mapping[str, objec
 def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
     """Create a process group whose collectives end after the job's timeout.
 
-    torch's own default is 10 or 30 minutes, whatever the job's timeout is.
+    torch's own default is 10 or 30 minutes, whatever the job's timeout is. The ranks of a gloo
+    group meet here, through the job's store.
 
     Args:
         ranks: global ranks of the group; None: all.
         options: further arguments of `torch.distributed.new_group`.
+
+    Raises:
+        WorkerError: A rank of a gloo group did not come in time, or the store does not answer.
     """
     timeout = job_timeout()
     if timeout is not None and options.get("pg_options") is not None:
         options["pg_options"]._timeout = timeout  # else torch warns that the argument overrides it
-    return dist.new_group(ranks, timeout=timeout, **options)
+    create = functools.partial(dist.new_group, ranks, timeout=timeout, **options)
+    if timeout is None or "gloo" not in (options.get("backend") or dist.get_backend()):
+        return create()
+    with lost_ranks_named():
+        return ask_store(create, timeout + _SILENCE)  # torch's own error comes first, if any
 
 
 def job_timeout() -> timedelta | None:

@@ -128,7 +128,8 @@ class _Posts:
     def __init__(self, purpose: str, ranks: Sequence[int]) -> None:
         store: Any = distributed_c10d._get_default_store()
         if hasattr(store, "clone"):
-            store = store.clone()  # a clone that waits does not block other users of the store
+            # A clone that waits does not block other users of the store.
+            store = ask_store(store.clone, store.timeout)
         name = f"{purpose}/{'-'.join(map(str, ranks))}"
         self._store: Any = distributed_c10d.PrefixStore(f"chunkgraph/{name}/{_uses[name]}", store)
         _uses[name] += 1

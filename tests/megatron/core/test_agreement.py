@@ -28,6 +28,7 @@ PROBE = """
 import os, re, signal, sys, time
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -72,6 +73,9 @@ except WorkerError as error:
     assert time.monotonic() - begun < 20
     lost = os.environ["LOST"]  # a rank that waits itself may have said so too late
     assert re.search(rf"rank ([0-9]+, )*{lost}", str(error).lower()), error
+    if lost == "0":  # the store
+        with pytest.raises(WorkerError):
+            StoreMaximum(range(size))
     print("noticed the rank that is lost", flush=True)
 os._exit(0)
 """
