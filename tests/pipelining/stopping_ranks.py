@@ -1,14 +1,16 @@
 """Jobs of two ranks, one of which stops itself: ``stopping_ranks.py FOLDER CLASS...``.
 
 The ranks are forked from this process, which has imported torch, and have no launcher: rank 0
-serves the store. Printed is when the other rank of each job ended; the folder has its error. Under
-torchrun, ``stopping_ranks.py CLASS MOMENT RANK`` is one such job.
+serves the store. Printed is how long after the stop the other rank of each job ended; the folder
+has its error. Under torchrun, ``stopping_ranks.py CLASS MOMENT RANK`` is one such job.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
+import math
 import os
 import signal
 import socket
@@ -64,7 +66,11 @@ class Stage(GraphedStage):
 
 
 def train(name: str, moment: str, *, stops: bool, num_steps: int = 4) -> None:
-    """Train on this rank, which stops in the warmup, the capture or the second replay."""
+    """Train on this rank, which stops in a step of one kind, or before groups are made."""
+    if moment == "start":
+        dist.barrier()  # in torch's own start, a store that stops is waited for without end
+        if stops:
+            stop()
     cls, rank = getattr(pipelining, name), dist.get_rank()
     indices = [rank] if issubclass(cls, PipelineScheduleSingle) else [rank, rank + 2]
     if "ZBV" in name:
@@ -108,25 +114,32 @@ def start_rank(folder: Path, case: Case, rank: int, url: str) -> int:
 
 
 def run_jobs(folder: Path, cases: list[Case]) -> None:
-    """Run several jobs at a time, and kill what is left of them; most of their time is waiting."""
+    """Run several jobs at a time, and kill what is left of them; most of their time is waiting.
+
+    Starts do not count: they wait for processors and names of hosts.
+    """
     jobs: dict[Case, list[int]] = {}
     for case in cases:
         with socket.create_server(("127.0.0.1", 0)) as free:
             url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         jobs[case] = [start_rank(folder, case, rank, url) for rank in range(2)]
+    stopped: dict[Case, float] = {}
     ended: dict[Case, float] = {}
-    start = time.monotonic()
-    while len(ended) < len(jobs) and time.monotonic() < start + LIMIT_S:
+    deadline = time.monotonic() + 2 * LIMIT_S
+    while len(ended) < len(jobs) and time.monotonic() < deadline:
         time.sleep(0.05)
         for case in jobs.keys() - ended:
-            if os.waitpid(jobs[case][1 - case[2]], os.WNOHANG)[0]:
-                ended[case] = time.monotonic() - start
+            pids = jobs[case]
+            if case not in stopped and os.waitpid(pids[case[2]], os.WNOHANG | os.WUNTRACED)[0]:
+                stopped[case] = time.monotonic()
+            if os.waitpid(pids[1 - case[2]], os.WNOHANG)[0]:
+                ended[case] = time.monotonic() - stopped.get(case, -math.inf)
     for case, pids in jobs.items():
         for rank, pid in enumerate(pids):
             if rank == case[2] or case not in ended:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        print(*case, ended.get(case, "inf"), sep=",", flush=True)
+        print(*case, ended.get(case, math.inf), sep=",", flush=True)
 
 
 def main(folder: Path, names: list[str]) -> None:
@@ -134,9 +147,10 @@ def main(folder: Path, names: list[str]) -> None:
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     importlib.import_module("torch._dynamo")
-    cases = list(product(names, MOMENTS, range(2)))
-    for first in range(0, len(cases), 6):
-        run_jobs(folder, cases[first : first + 6])
+    gc.freeze()  # else the end of every rank goes through all objects of this process
+    cases = [*product(names, MOMENTS, range(2)), *product(names[:1], ["start"], range(2))]
+    for first in range(0, len(cases), 8):
+        run_jobs(folder, cases[first : first + 8])
 
 
 if __name__ == "__main__":

@@ -18,10 +18,9 @@ PROGRAM = Path(__file__).with_name("stopping_ranks.py")
 CLASSES = ["Schedule1F1B", "ScheduleGPipe", "ScheduleInterleaved1F1B"]
 CLASSES += ["ScheduleInterleavedZeroBubble", *["ScheduleZBVZeroBubble"] * HAS_LOCAL_STAGES]
 LIMIT_S = 6 + 30  # the timeout of the jobs and 30 s
-NUM_MOMENTS = 3  # warmup, capture, replay
+NUM_MOMENTS = 3  # warmup, capture, replay; and for one class, the start
 SILENT = "No word from rank 1: stopped, hung or ended."
-# Rank 0 serves the store.
-NO_STORE = "The job's store does not answer either; rank 0 serves it, or torchrun."
+NO_STORE = "ank 0 serves it, or torchrun."  # the job's store, which does not answer
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,10 +31,10 @@ pytestmark = [
 
 def test_under_every_class_in_every_part_of_a_job(tmp_path: Path) -> None:
     lines = output_of_python(PROGRAM, tmp_path, *CLASSES, timeout_s=300).splitlines()
-    assert len(lines) == len(CLASSES) * NUM_MOMENTS * 2
+    assert len(lines) == (len(CLASSES) * NUM_MOMENTS + 1) * 2
+    assert not [line for line in lines if float(line.split(",")[-1]) >= LIMIT_S], lines
     for line in lines:
-        *case, duration_s = line.split(",")
-        assert float(duration_s) < LIMIT_S, line
+        case = line.split(",")[:-1]
         error = (tmp_path / " ".join(case)).read_text()
         assert error.endswith(SILENT if case[-1] == "1" else NO_STORE), f"{line}: {error}"
 
