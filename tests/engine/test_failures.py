@@ -127,3 +127,12 @@ def test_gradients_of_parameters_by_autograd_grad_are_refused() -> None:
         torch.autograd.grad(graphs.callables[0](torch.randn(2, 8)).sum(), [*module.parameters()])
     with graphs.step(1):
         graphs.callables[0](torch.randn(2, 8)).sum().backward()
+
+
+def test_a_product_is_refused_though_the_sample_shows_no_difference() -> None:
+    """The formula of its gradient depends on zeros; on ones, all formulas have the same bits."""
+    module = Apply(lambda m, x: m.linear(x).prod(1), linear=nn.Linear(8, 8, bias=False))
+    nn.init.eye_(module.linear.weight)
+    graphs = ChunkGraphs(module, 1, backend=RecorderBackend())
+    with pytest.raises(IllegalOperationError, match="ProdBackward reads device values"):
+        graphs.capture([torch.ones(2, 8)])
