@@ -125,10 +125,10 @@ def used_mib() -> float:
     return (total - free) / 2**20
 
 
-def measure(loop: Loop, other: Any) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Run ten cycles with a sleep after each; return what was measured, and all results."""
+def measure(loop: Loop, other: Any, num_cycles: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Run cycles with a sleep after each; return what was measured, and all results."""
     found: dict[str, Any] = {"cycle_ms": [], "sleep_ms": [], "wake_ms": [], "peak_mib": []}
-    for number in range(10):
+    for number in range(num_cycles):
         torch.cuda.reset_peak_memory_stats()
         found["cycle_ms"].append(ms_of(partial(loop.cycle, number)))
         found["sleep_ms"].append(ms_of(lambda: [g.sleep() for g in loop.graphs]))
@@ -148,6 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("settings", nargs="*", default=[], help="section.key=value")
     parser.add_argument("--rows", type=int, nargs="+", default=[2048, 4096, 8192])
+    parser.add_argument("--cycles", type=int, default=10, help="from the fourth on they count")
     args = parser.parse_args()
     config = load_config(CONFIG, args.settings)
     other = get_context("spawn").Pool(1) if config.train.deterministic else None
@@ -156,7 +157,9 @@ def main() -> None:
             own, pairs = config.replace(model={"seq_length": rows}), []
             for uses_graphs in (False, True):
                 used_mib()  # frees the loop before
-                pairs.append(measure(Loop(own, device, uses_graphs=uses_graphs), other))
+                pairs.append(
+                    measure(Loop(own, device, uses_graphs=uses_graphs), other, args.cycles)
+                )
             (eager, expected), (graphs, results) = pairs
             same = [torch.equal(a, b) for a, b in zip(expected, results, strict=True)]
             found = {"rows": rows, "tensors": len(same), "different": same.count(False)}
