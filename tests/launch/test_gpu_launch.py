@@ -15,8 +15,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from commands import finished
 from gpu_training import check_replays, train_on_gpus
+
+from chunkgraph.megatron.features.experts.grouped_gemm import native_need
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "pretrain_gpt.py"
@@ -157,6 +160,8 @@ def _skip_without_packages(case: str) -> None:
         pytest.skip("Megatron-FSDP needs einops")
     if case in HYBRIDEP and importlib.util.find_spec("deep_ep") is None:
         pytest.skip("DeepEP is not installed")
+    if case in HYBRIDEP and (need := native_need(torch.bfloat16)) is not None:
+        pytest.skip(f"Megatron's fused experts: {need}")
 
 
 def _compare(folder: Path, flags: list[str], num_processes: int) -> None:

@@ -162,3 +162,32 @@ def test_training_on_gpus_equals_eager(
     assert results["captures_after_first_session"] == 0
     assert [bool(s["replays"]) for s in results["steps"]] == [False] + [True] * (len(counts) - 1)
     assert results["steps"][0]["fallbacks"] == {"capture warmup": 1}
+
+
+@pytest.mark.megatron
+@NEEDS_ENGINE
+@FOUR
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "settings", [DROPOUT, DELAYED, TENSORWISE], ids=["", "delayed", "tensorwise"]
+)
+def test_paged_slots_equal_eager(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two slots or three, of about 31 MiB each, where the first ranks need three or four."""
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")  # slots lie in arenas
+    counts = "train.num_microbatches=[8, 3, 4, 13]"
+    arguments = [
+        CONFIG,
+        *SMALL,
+        *PP4,
+        *settings,
+        counts,
+        "capture.max_slot_memory=80MiB",
+        "--debug",
+    ]
+    results = trained_report(arguments, tmp_path / "table.json", is_equal=True, timeout_s=380.0)
+    assert all(s["different"] == [] for s in results["steps"])
+    assert results["different_parameters"] == {}
+    assert [bool(s["replays"]) for s in results["steps"]] == [False, True, True, True]
+    assert max(n for slots in results["slots_per_chunk"] for n in slots) < 4
