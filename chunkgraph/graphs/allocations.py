@@ -55,7 +55,7 @@ def block_bytes(allocations: Iterable[Allocation], free: Sequence[int] = ()) -> 
     """Return the size of one more block with which the CUDA allocator places these allocations.
 
     The allocator takes the smallest free piece, which may leave gaps, so this can exceed the most
-    bytes in use at once.
+    bytes in use at once. Every try simulates the allocator, so the search begins in larger steps.
 
     Args:
         allocations: The allocations.
@@ -70,11 +70,18 @@ def block_bytes(allocations: Iterable[Allocation], free: Sequence[int] = ()) -> 
                 events.append((allocation.end, i, -size))
     events.sort()
     peak = max(accumulate(size for _, _, size in events), default=0)
-    step = max(_STEP_BYTES, max(peak // 64, sum(free) // 8) // _STEP_BYTES * _STEP_BYTES)
-    size = max(0, -(-(peak - sum(free)) // _STEP_BYTES) * _STEP_BYTES)
-    while not _fits(events, [*free, size]):
-        size += step
-    return size
+    num_steps = max(1, max(peak // 64, sum(free) // 8) // _STEP_BYTES)
+    size = max(0, -(-(peak - sum(free)) // _STEP_BYTES))
+    too_small = size - 1
+    while not _fits(events, [*free, size * _STEP_BYTES]):
+        too_small, size = size, size + num_steps
+    while size - too_small > 1:
+        middle = (too_small + size) // 2
+        if _fits(events, [*free, middle * _STEP_BYTES]):
+            size = middle
+        else:
+            too_small = middle
+    return size * _STEP_BYTES
 
 
 def _fits(events: Iterable[tuple[int, int, int]], blocks: Sequence[int]) -> bool:

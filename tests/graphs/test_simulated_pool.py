@@ -105,6 +105,14 @@ def test_a_block_has_the_peak_and_no_more_where_nothing_is_between() -> None:
     assert block_bytes([Allocation(MIB, 0, 1)]) == 0, "the allocator puts it elsewhere"
 
 
+@pytest.mark.parametrize("gap", [2, 4, 8, 10, 14])
+def test_a_block_is_larger_than_the_peak_by_the_gap_that_it_needs(gap: int) -> None:
+    """Not by more, although a larger pass is tried in larger steps."""
+    before = [Allocation(gap * MIB, 0, 2), Allocation(1000 * MIB, 1, None)]
+    after = Allocation((gap + 2) * MIB, 3, None)  # too large for the hole
+    assert block_bytes([*before, after]) == (gap + 1000 + gap + 2) * MIB
+
+
 @pytest.mark.parametrize("free_bytes", [0, 20 * MIB])
 @pytest.mark.parametrize("seed", range(10))
 def test_a_pool_with_this_block_takes_no_other(seed: int, free_bytes: int) -> None:

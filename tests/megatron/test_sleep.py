@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,10 @@ def test_graphs_that_sleep_between_steps_equal_eager(
     graphs.detach()
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None,
+    reason="Megatron then takes Transformer Engine's Adam, which needs a GPU",
+)
 def test_a_reference_model_takes_no_memory_of_its_own(
     one_rank: Any, make_config: Callable[..., Any]
 ) -> None:
