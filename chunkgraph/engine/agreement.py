@@ -312,7 +312,7 @@ def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
     if timeout is not None and options.get("pg_options") is not None:
         options["pg_options"]._timeout = timeout  # else torch warns that the argument overrides it
     create = functools.partial(dist.new_group, ranks, timeout=timeout, **options)
-    if timeout is None or "gloo" not in (options.get("backend") or dist.get_backend()):
+    if timeout is None or (options.get("backend") or dist.get_backend()) != "gloo":
         return create()
     with lost_ranks_named():
         return ask_store(create, timeout + _SILENCE)  # torch's own error comes first, if any
