@@ -441,8 +441,8 @@ class ChunkGraphs:
         self.mode = StepMode.OUTSIDE
         self.counters.fallbacks[reason.text] += 1
         if wants_samples:
-            # Otherwise the optimizer's state lies in large blocks of this step and keeps them.
-            self.backend.release_cached_memory()
+            # Otherwise the optimizer's state lies between workspaces, or in blocks of this step.
+            self.backend.release_workspaces()
 
     def capture(
         self,

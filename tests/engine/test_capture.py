@@ -103,16 +103,16 @@ def test_on_failure_eager_warns_once_and_trains_on() -> None:
     assert dict(graphs.counters.fallbacks) == {"capture warmup": 1, "capture failed": 3}
 
 
-def test_the_cache_is_emptied_after_every_step_before_the_capture(
+def test_workspaces_and_the_cache_are_freed_after_every_step_before_the_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise an optimizer would allocate from blocks that only the step needed."""
+    """Otherwise an optimizer would allocate around what only the step needed."""
     backend = RecorderBackend()
     modes: list[StepMode] = []
     graphs = ChunkGraphs(
         towers(backend, False), [1], backend=backend, options=CaptureOptions(num_warmup_steps=2)
     )
-    monkeypatch.setattr(backend, "release_cached_memory", lambda: modes.append(graphs.mode))
+    monkeypatch.setattr(backend, "release_workspaces", lambda: modes.append(graphs.mode))
     for count in (1, 2):
         train_steps(graphs, backend, 1)
         assert modes == [StepMode.OUTSIDE] * count
