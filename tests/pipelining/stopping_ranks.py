@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import pipelining
+from torch.distributed import TCPStore, pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from chunkgraph.jobs.processes import die_with_parent
@@ -99,15 +99,27 @@ def run_rank(name: str, moment: str, *, stops: bool, **place: Any) -> None:
     train(name, moment, stops=stops)
 
 
-def start_rank(folder: Path, case: Case, rank: int, url: str) -> int:
-    """Fork a rank, which writes its error into the folder; return its process id."""
+def start_rank(folder: Path, case: Case, rank: int, listener: socket.socket) -> int:
+    """Fork a rank, which writes its error into the folder; return its process id.
+
+    Rank 0 takes the open socket. If it opened the port again, another job could have it by then,
+    and torch lets rank 1 wait there without end.
+    """
     if pid := os.fork():
         return pid
     die_with_parent()
     name, moment, stopped = case
-    place = {"init_method": url, "rank": rank, "world_size": 2}
     try:
-        run_rank(name, moment, stops=rank == stopped, **place)
+        store = TCPStore(
+            "127.0.0.1",
+            listener.getsockname()[1],
+            is_master=rank == 0,
+            timeout=timedelta(seconds=TIMEOUT_S),
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()) if rank == 0 else None,
+        )
+        listener.close()
+        run_rank(name, moment, stops=rank == stopped, store=store, rank=rank, world_size=2)
     except Exception as error:  # noqa: BLE001
         (folder / " ".join(map(str, case))).write_text(str(error))
     sys.exit(1)
@@ -120,9 +132,8 @@ def run_jobs(folder: Path, cases: list[Case]) -> None:
     """
     jobs: dict[Case, list[int]] = {}
     for case in cases:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            url = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-        jobs[case] = [start_rank(folder, case, rank, url) for rank in range(2)]
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            jobs[case] = [start_rank(folder, case, rank, listener) for rank in range(2)]
     stopped: dict[Case, float] = {}
     ended: dict[Case, float] = {}
     deadline = time.monotonic() + 2 * LIMIT_S
