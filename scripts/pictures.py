@@ -11,19 +11,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-FIGURES = ("h200_s1024", "h200_dropless_s1024", "dense_pp2_fused", "speed_s256", "speed_s4096")
+FIGURES = (
+    *("h200_s256", "h200_s1024", "h200_s4096", "h200_fp8_s4096"),
+    *("h200_dropless_s1024", "h200_llama_8b"),
+)
 """Documents in `benchmarks/` that `benchmarks/training.py --json` wrote: the rows of README."""
 _COLUMNS = (
     "Sequence",
     "Layers x hidden size",
-    "Fusion",
-    "GPUs",
     "Eager",
     "Per-layer graphs",
     "Chunk graphs",
     "Of eager's time",
     "Of eager's memory",
 )
+_PER_LAYER = ("local", "transformer_engine")
+"""Megatron's graphs of layers, of which README has the faster."""
 _LEFT, _TOP, _PX, _BOX, _LANE, _GAP = 62, 62, 29, 26, 17, 14
 _COLOURS = ("#8fb4e3", "#f0b27a", "#93d3a2")
 """Of slots."""
@@ -40,19 +43,18 @@ def figures() -> str:
     for name in FIGURES:
         path = ROOT / "benchmarks" / f"{name}.json"
         document = json.loads(path.read_text(encoding="utf-8"))
-        model, train = document["settings"]["model"], document["settings"]["train"]
+        model = document["settings"]["model"]
         experts = document["settings"]["moe"]["num_moe_experts"]
         kind = f"{model['num_layers']} x {model['hidden_size']}"
         kind += (", FP8" if model.get("fp8") else "") + (f", {experts} experts" if experts else "")
-        variants = {one["name"]: one for one in document["variants"]}
-        eager, layers, chunk = map(variants.get, ("eager", "transformer_engine", "chunk"))
-        gpu = document["device"].removeprefix("NVIDIA ").partition(" ")[0]
+        variants = {one["name"]: one for one in document["variants"] if one["rounds"]}
+        eager, chunk = variants["eager"], variants["chunk"]
+        of_layers = [v["step_ms"] for n, v in variants.items() if n in _PER_LAYER]
+        times = (eager["step_ms"], min(of_layers, default=None), chunk["step_ms"])
         cells = [
             f"[{model['seq_length']}](benchmarks/{name}.json)",
             kind,
-            "on" if train["gradient_accumulation_fusion"] else "off",
-            f"{document['num_gpus']} x {gpu}",
-            *(f"{one['step_ms']:.0f} ms" if one else "-" for one in (eager, layers, chunk)),
+            *(f"{ms:.0f} ms" if ms else "-" for ms in times),
             *(f"{chunk[key] / eager[key]:.2f}" for key in ("step_ms", "reserved_bytes")),
         ]
         lines.append(" | ".join(cells))
