@@ -69,8 +69,11 @@ test-gpu: $(VENV)/.installed ## The tests that need GPUs; fails where there is n
 	@CHUNKGRAPH_REQUIRE_GPU=1 $(VENV)/bin/python -m pytest -q -n $(GPU_JOBS) --dist load \
 	  --maxschedchunk 1 --durations 0 -m "gpu or multigpu"
 
+# The site links to where this clone came from, if that is a web address.
+REPOSITORY_URL ?= $(shell git remote get-url origin 2>/dev/null | sed -n 's|^git@\([^:]*\):|https://\1/|; s|\.git$$||; /^https:/p')
+
 docs: $(VENV)/.docs ## The documentation as a site in site/; fails for a broken link
-	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 REPOSITORY_URL="$(REPOSITORY_URL)" $(VENV)/bin/mkdocs build --strict --quiet
 
 $(VENV)/.docs: $(VENV)/.installed pyproject.toml
 	@$(VENV)/bin/python $(PIP_QUIET) install -e '.[docs]'
