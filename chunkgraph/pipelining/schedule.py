@@ -300,7 +300,10 @@ def _agree_in(group: dist.ProcessGroup | None) -> Maximum | None:
     if dist.get_world_size(group) == 1:
         return None
     ranks = dist.get_process_group_ranks(group)
-    return Maximum(new_group(ranks, backend="gloo", use_local_synchronization=True))
+    # Only the ranks of this pipeline call this. But if they are all, torch's name of the group must
+    # not depend on how many groups a rank is in, such as those of tied embeddings.
+    is_part = len(ranks) < dist.get_world_size()
+    return Maximum(new_group(ranks, backend="gloo", use_local_synchronization=is_part))
 
 
 @contextmanager
