@@ -487,6 +487,17 @@ def test_what_a_limit_of_memory_means(backend: GraphBackend) -> None:
     assert counts("1MiB") == (2,)  # of 384 KiB each, or 512 KiB in blocks
 
 
+def test_a_chunk_that_trains_nothing_needs_one_slot(backend: GraphBackend) -> None:
+    module = nn.Linear(8, 8, device=backend.device).requires_grad_(False)
+    options, schedule = CaptureOptions(max_slot_memory="1MiB"), RankSchedule(fill_and_drain, 0)
+    graphs = ChunkGraphs(module, 4, options=options, backend=backend, schedule=schedule)
+    for _ in range(2):
+        x = torch.randn(3, 8, device=backend.device)
+        with graphs.step(4):
+            assert all(torch.equal(graphs.callables[0](x), module(x)) for _ in range(4))
+    assert graphs.report.num_slots == (1,)
+
+
 def zero_bubble_steps(rank: int, path: str) -> None:
     """Capture for one microbatch; write what a step of more raises, and whether it ends."""
     timeout = timedelta(seconds=60)

@@ -90,17 +90,18 @@ class SlotLimit:
             CaptureError: The memory is too little.
         """
         full, limit_bytes = session.num_slots, self._limit_bytes
+        least = tuple(map(min, self._least, full))  # one for a chunk without a backward
         of_chunk = zip(*session.warm_ups.values(), strict=True)
         slot_bytes = [max(max(w.slot_bytes, w.held_bytes) for w in warm) for warm in of_chunk]
         for cap in range(self._options.max_slots or max(full), 0, -1):
             counts = tuple(min(count, cap) for count in full)
-            is_enough = all(map(int.__ge__, counts, self._least))
+            is_enough = all(map(int.__ge__, counts, least))
             num_bytes = sum(map(mul, counts, slot_bytes))
             if limit_bytes is None or (is_enough and num_bytes <= limit_bytes):
                 return PageTrial(session, counts)
         raise CaptureError(
             f"max_slot_memory={self._options.max_slot_memory} is too little: the schedule needs at "
-            f"least {list(self._least)} slots of the chunks, of "
+            f"least {list(least)} slots of the chunks, of "
             f"{', '.join(map(format_bytes, slot_bytes))} each."
         )
 
