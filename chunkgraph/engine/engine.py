@@ -114,7 +114,7 @@ class ChunkGraphs:
         self._limit: Any = None
         if self.options.has_pages:  # loaded only if it is needed
             make = resolve_name("chunkgraph.engine.paging.limits:SlotLimit")
-            self._limit = make(self.options, schedule)
+            self._limit = make(self.options, schedule, len(self.chunks))
             self.chunks = self._limit.outliving(self.chunks)
         self._num_slots = arguments.check_counts(len(self.chunks), num_slots)
         self._num_together = num_together

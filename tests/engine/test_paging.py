@@ -612,6 +612,22 @@ def test_a_schedule_is_needed_and_its_slots() -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    ("build", "rank", "part"),
+    [
+        (partial(megatron_schedule, 2, 1), 2, "^Rank 2 .* for ranks 0 to 1"),  # of the job
+        (partial(megatron_schedule, 2, 1), -1, "^Rank -1 "),
+        (partial(megatron_schedule, 2, 2), 0, "has 1 chunk .* of 2 chunks"),
+        (lambda _: fill_and_drain(2), 0, "step of 4 microbatches.* and 2 microbatches"),
+    ],
+)
+def test_the_schedule_of_another_rank_or_step(build: Any, rank: int, part: str) -> None:
+    options, schedule = CaptureOptions(max_slots=2), RankSchedule(build, rank)
+    graphs = ChunkGraphs(nn.Linear(8, 8), 4, options=options, schedule=schedule)
+    with pytest.raises(ConfigError, match=part), graphs.step(4):
+        pass
+
+
 def test_ranges_of_profilers_name_the_microbatch(backend: GraphBackend) -> None:
     from chunkgraph.engine import ReplayRanges
 

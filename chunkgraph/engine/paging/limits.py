@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache, partial
 from operator import mul
 
-from chunkgraph._text import format_bytes, parse_bytes, shown
+from chunkgraph._text import counted, format_bytes, parse_bytes, shown
 from chunkgraph.engine.agreement import Agree
 from chunkgraph.engine.capture.session import Session
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, is_integer
@@ -26,12 +26,15 @@ class SlotLimit:
     Args:
         options: The options; ``max_slots`` or ``max_slot_memory`` is set.
         schedule: The schedule of the steps.
+        num_chunks: Number of chunks of the rank.
 
     Raises:
         ConfigError: Options do not go together, or there is no schedule.
     """
 
-    def __init__(self, options: CaptureOptions, schedule: RankSchedule | None) -> None:
+    def __init__(
+        self, options: CaptureOptions, schedule: RankSchedule | None, num_chunks: int
+    ) -> None:
         limit = options.max_slot_memory
         limit = parse_bytes(limit) if isinstance(limit, str) else limit
         if options.max_slot_memory is not None and not (is_integer(limit) and limit > 0):
@@ -53,6 +56,7 @@ class SlotLimit:
                 "ChunkGraphs(schedule=RankSchedule(build, rank))."
             )
         self._options, self._schedule, self._limit_bytes = options, schedule, limit
+        self._num_chunks = num_chunks
         self._schedules: dict[int, Schedule] = {}
         self._least: tuple[int, ...] = ()  # slots of each chunk in the steps so far
 
@@ -65,8 +69,8 @@ class SlotLimit:
         """Return the schedule of a training step; all ranks call this with the same number.
 
         Raises:
-            ConfigError: A chunk of any rank needs more slots than ``max_slots``, or the number of
-                microbatches is unknown.
+            ConfigError: A chunk of any rank needs more slots than ``max_slots``, the number of
+                microbatches is unknown, or the schedule is not that of the rank.
         """
         if num_microbatches is None:
             raise ConfigError(
@@ -76,9 +80,18 @@ class SlotLimit:
         if num_microbatches in self._schedules:
             return self._schedules[num_microbatches]
         schedule = split_actions(self._schedule.build(num_microbatches))
+        rank, sizes = self._schedule.rank, (schedule.num_chunks, schedule.num_microbatches)
+        if sizes != (self._num_chunks, num_microbatches) or rank not in range(schedule.num_ranks):
+            raise ConfigError(
+                f"Rank {rank} has {counted(self._num_chunks, 'chunk')} and a step of "
+                f"{num_microbatches} microbatches, but its RankSchedule built {schedule.name!r} of "
+                f"{sizes[0]} chunks and {sizes[1]} microbatches for ranks 0 to "
+                f"{schedule.num_ranks - 1}. Pass RankSchedule(build, rank) with the rank in its "
+                "pipeline and such a schedule."
+            )
         most = [self._options.max_slots] * schedule.num_chunks
         needed = [least_slots(schedule, rank, most) for rank in range(schedule.num_ranks)]
-        own = needed[self._schedule.rank]
+        own = needed[rank]
         self._least = tuple(map(max, own, self._least or own))
         self._schedules[num_microbatches] = schedule
         return schedule
