@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ class StepRecorder(Observer):
     ) -> None:
         self._hooks, self._run, self._num_steps = hooks, run, num_steps
         self._folder = Path(folder)
-        self._steps: list[tuple[Any, ...]] = []  # begin, end, losses, gradient norm
+        self._steps: list[tuple[Any, ...]] = []  # begin, losses, gradient norm
         self._replayed: torch.cuda.Event | None = None
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._settle, hooks.parsed = hooks.parsed, self._parsed  # type: ignore[method-assign]
@@ -86,10 +87,10 @@ class StepRecorder(Observer):
             self._hooks.graphs.engine.observe(self)
         begin = mark()
         result = self._train(*args, **kwargs)
-        end, norm = mark(), result[5]
+        norm = result[5]
         if isinstance(norm, torch.Tensor):  # perhaps in a buffer of the optimizer's graph
             norm = norm.clone()
-        self._steps.append((begin, end, result[0], norm))
+        self._steps.append((begin, result[0], norm))
         if number == self._last:
             self._write()
             of_run = self._get_args()
@@ -112,13 +113,14 @@ class StepRecorder(Observer):
     def _write(self) -> None:
         torch.cuda.synchronize()
         report = self._hooks.graphs and self._hooks.graphs.engine.report
-        times = [begin.elapsed_time(end) for begin, end, *_ in self._steps]
+        # With what Megatron does between two steps, for which the device may wait.
+        times = [one[0].elapsed_time(two[0]) for one, two in pairwise(self._steps)]
         record = {
             "step_ms": times[self._num_warmup : self._num_warmup + self._num_steps],
             # Of all steps, to the last bit.
             "values": [
                 [float(value).hex() for value in (*losses.values(), norm or 0.0)]
-                for _, _, losses, norm in self._steps
+                for _, losses, norm in self._steps
             ],
             "reserved_bytes": torch.cuda.max_memory_reserved(),
             "capture_ms": report.duration_ms if report else 0.0,

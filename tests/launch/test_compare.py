@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +109,28 @@ def test_the_arguments_of_a_run(run: str, num_iters: int | None, tmp_path: Path)
     else:
         assert (args.cuda_graph_granularity, args.cuda_graph_verify) == ("layer", None)
         assert args.cuda_graph_impl == {"eager": "none"}.get(run, run)
+
+
+def test_a_step_lasts_until_the_next_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An eager device waits for what the host does between two steps."""
+    monkeypatch.setenv("RANK", "0")
+    with cpu_pretrain_host():
+        from chunkgraph.launch.step_records import StepRecorder
+
+        hooks: Any = SimpleNamespace(parsed=lambda _: None, graphs=None)
+        recorder = StepRecorder(hooks, run="eager", num_steps=4, folder=str(tmp_path))
+        hooks.parsed(arguments(train_iters=None))
+        recorder._train = lambda: ({}, 0, False, False, 0, 1.0)
+        recorder._get_args = lambda: SimpleNamespace(curr_iteration=0)
+        for _ in range(3 + 2 + 4 + 2):
+            recorder._train_step()
+            time.sleep(0.01)
+        recorder.close()
+    record = json.loads((tmp_path / "rank0.json").read_text())
+    assert len(record["step_ms"]) == 4
+    assert min(record["step_ms"]) >= 10
 
 
 @pytest.mark.slow

@@ -232,6 +232,7 @@ def test_a_step_that_begins_early_equals_an_eager_one(
 ) -> None:
     optimizers = import_megatron("megatron.core.optimizer")
     monkeypatch.setattr(optimizers, "Adam", FusedAdam)
+    monkeypatch.setattr(optimizers.distrib_optimizer, "Adam", FusedAdam, raising=False)
     monkeypatch.setattr(optimizers, "USING_PYTORCH_OPTIMIZER", False)
     case = {"options": {"use_distributed_optimizer": is_distributed}}
     eager = Training(one_rank, make_config, graphed=False, **case)
