@@ -310,6 +310,17 @@ def all_then_all(call: Callable[..., Any], device: torch.device, count: int = 4)
     return [t for x, y in zip(inputs, outputs, strict=True) for t in (x.grad, y.detach())]
 
 
+def check_all_slots(module: nn.Module, backend: GraphBackend, reason: str) -> None:
+    """Check that a chunk that cannot be paged gets all its slots, and equals eager."""
+    expected = all_then_all(module.to(backend.device), backend.device)
+    with pytest.warns(UserWarning, match=rf"(?s)chunk 0 is not paged.*{reason}"):
+        graphs = captured(module, backend)
+    assert graphs.report.num_slots == (4,)
+    with graphs.step(4):
+        got = all_then_all(graphs.callables[0], backend.device)
+    assert all(map(torch.equal, got, expected))
+
+
 def test_a_backward_that_reads_memory_of_its_own_slot_is_not_paged(backend: GraphBackend) -> None:
     """Each capture keeps its values in a tensor outside of the graphs' memory."""
     stores = [torch.zeros(3, 8, device=backend.device) for _ in range(64)]
@@ -327,13 +338,7 @@ def test_a_backward_that_reads_memory_of_its_own_slot_is_not_paged(backend: Grap
             return grad * 2 * ctx.store
 
     module = Apply(lambda own, x: Keep.apply(own.linear(x)), linear=nn.Linear(8, 8))
-    expected = all_then_all(module.to(backend.device), backend.device)
-    with pytest.warns(UserWarning, match=r"(?s)chunk 0 is not paged.*all 4 slots.*another slot"):
-        graphs = captured(module, backend)
-    assert graphs.report.num_slots == (4,)
-    with graphs.step(4):
-        got = all_then_all(graphs.callables[0], backend.device)
-    assert all(map(torch.equal, got, expected))
+    check_all_slots(module, backend, "all 4 slots.*another slot")
 
 
 def test_slots_that_keep_memory_at_different_offsets_are_not_paged(backend: GraphBackend) -> None:
@@ -350,12 +355,7 @@ def test_slots_that_keep_memory_at_different_offsets_are_not_paged(backend: Grap
             return grad * 2
 
     module = Apply(lambda own, x: Keep.apply(own.linear(x)).exp(), linear=nn.Linear(8, 8))
-    expected = all_then_all(module.to(backend.device), backend.device)
-    with pytest.warns(UserWarning, match=r"is not paged.*keep memory at different offsets"):
-        graphs = captured(module, backend)
-    with graphs.step(4):
-        got = all_then_all(graphs.callables[0], backend.device)
-    assert all(map(torch.equal, got, expected))
+    check_all_slots(module, backend, "keep memory at different offsets")
 
 
 def test_the_slot_that_is_saved_first_is_taken_first() -> None:
@@ -387,12 +387,7 @@ def test_a_backward_that_leaves_its_gradient_where_the_forward_saved_is_not_page
             return ctx.__dict__.pop("kept").mul_(grad)
 
     module = Apply(lambda own, x: own.linear(Exp.apply(x)), linear=nn.Linear(8, 8))
-    expected = all_then_all(module.to(backend.device), backend.device)
-    with pytest.warns(UserWarning, match=r"is not paged.*gradients where the forward saved"):
-        graphs = captured(module, backend)
-    with graphs.step(4):
-        got = all_then_all(graphs.callables[0], backend.device)
-    assert all(map(torch.equal, got, expected))
+    check_all_slots(module, backend, "gradients where the forward saved")
 
 
 def test_a_loop_in_another_order_than_its_schedule_is_refused(backend: GraphBackend) -> None:
