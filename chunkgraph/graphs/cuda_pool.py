@@ -74,7 +74,8 @@ class CUDAPool(Pool):
         Do nothing if the allocator is configured not to split large blocks: captures could not use
         the segment.
         """
-        blocks = (block for segment in self._segments() for block in segment["blocks"])
+        large = (s for s in self._segments() if s["segment_type"] == "large")  # see `block_bytes`
+        blocks = (block for segment in large for block in segment["blocks"])
         free = [block["size"] for block in blocks if block["state"] == "inactive"]
         num_bytes = missing_bytes(num_bytes, allocations, free)
         if num_bytes > 0 and not _keeps_large_blocks_whole():

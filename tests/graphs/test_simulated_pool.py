@@ -147,6 +147,17 @@ def test_a_pool_with_this_block_takes_no_other(seed: int, free_bytes: int) -> No
 
 
 @pytest.mark.gpu
+def test_a_pool_that_can_sleep_has_room_beside_its_first_segment() -> None:
+    """The allocator serves only blocks of at most 1 MiB from that segment, which has 2 MiB."""
+    pool = CUDABackend(can_sleep=True).new_pool("pool")
+    pool.reserve(32 * MIB, [[Allocation(30 * MIB, 0, None), Allocation(2 * MIB, 1, None)]])
+    reserved_bytes = pool.reserved_bytes
+    held = pool.allocate(30 * MIB), pool.allocate(2 * MIB)
+    assert pool.reserved_bytes == reserved_bytes
+    del held
+
+
+@pytest.mark.gpu
 def test_allocations_on_the_capture_stream_are_observed() -> None:
     backend = CUDABackend()
     with backend.on_capture_stream(), backend.observe_allocations() as log:
