@@ -117,6 +117,8 @@ def _special_flags(config: Config) -> Iterator[tuple[str, ...]]:
                 f"model.transformer_config.{name} is false, for which a pretrain script may have a "
                 "flag of another name. Leave it out, and pass Megatron's flag to the script."
             )
+        if name == "num_query_groups" and value is not None:
+            yield ("--group-query-attention",)  # without it Megatron ignores the number
         if value is not None and value is not False:
             yield f"--{name.replace('_', '-')}", *_texts(name, value)
 

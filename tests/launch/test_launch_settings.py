@@ -105,6 +105,11 @@ def test_fields_of_megatron_have_flags() -> None:
     assert flags[flags.index("--moe-layer-freq") + 1] == "[0,1]"
     assert flags[flags.index("--moe-router-pre-softmax") + 1].startswith("--")
     assert flags[flags.index("--hidden-dropout") + 1] == "0.0"
+    groups = "model.transformer_config.num_query_groups=2"
+    flags = merged(_load(groups))
+    assert flags[flags.index("--num-query-groups") + 1] == "2"
+    assert "--group-query-attention" in flags, "Megatron ignores the number without it"
+    assert "--group-query-attention" not in merged(_load(groups.replace("2", "null")))
     block = "model.transformer_config={recompute_method: block, recompute_num_layers: 2}"
     flags = merged(_load("model.recompute_granularity=full", block))
     assert flags[flags.index("--recompute-method") + 1] == "block"
