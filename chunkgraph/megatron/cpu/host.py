@@ -312,6 +312,7 @@ def cpu_host() -> Iterator[HostRng]:
         stack.callback(patch_attributes(DeviceMesh, {"from_group": _mesh_of_cpus}))
         stack.callback(TritonStubFinder.install())
         stack.enter_context(_CudaMeansCpu())
+        stack.enter_context(torch.serialization.safe_globals([HostRngState]))
         rng = HostRng()
         stack.callback(patch_rng(rng))
         stack.callback(_patch_router())

@@ -122,13 +122,9 @@ def _stubs() -> dict[str, Any]:
         "check_error": returning(None),
         "reset_peak_memory_stats": returning(None),
         **{
-            name: returning(0)
-            for name in (
-                "memory_allocated",
-                "max_memory_allocated",
-                "memory_reserved",
-                "max_memory_reserved",
-            )
+            f"{prefix}memory_{kind}": returning(0)
+            for prefix in ("", "max_")
+            for kind in ("allocated", "reserved")
         },
         **{name: _constructor(name, dtype) for name, dtype in _TENSOR_TYPES.items()},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 from collections.abc import Iterator
 
 import pytest
@@ -64,3 +65,11 @@ def test_a_fork_that_fails_switches_back(host: HostRng, tracker) -> None:  # typ
     with pytest.raises(ZeroDivisionError), tracker.fork():
         raise ZeroDivisionError
     assert host.current is host.default
+
+
+def test_a_checkpoint_of_states_is_loaded_without_trust(tracker) -> None:  # type: ignore[no-untyped-def]
+    """As Megatron loads ``--ckpt-format torch``."""
+    torch.save(tracker.get_states(), file := io.BytesIO())
+    file.seek(0)
+    for name, state in torch.load(file, weights_only=True).items():
+        assert torch.equal(state.get_state(), tracker.get_states()[name].get_state())
