@@ -18,7 +18,7 @@ from chunkgraph.errors import CaptureError, IllegalOperationError
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_MACHINERY = (_TORCH, _OURS + "graphs" + os.sep, "<")
+_MACHINERY = (_TORCH, *(os.path.join(_OURS, name, "") for name in ("graphs", "megatron/cpu")), "<")
 _CAPTURING = (_OURS + "engine" + os.sep, _OURS + "memory" + os.sep)
 
 # Backwards that read values on the host. Under a dispatch mode torch uses other formulas with other

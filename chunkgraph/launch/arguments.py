@@ -58,6 +58,7 @@ _PROGRAM_RULES = (
     Rule(f"save_activations_interval=: {_NO_HOOKS}"),
     Rule(f"save_dgrads_interval=: {_NO_HOOKS}"),
     Rule(f"save_tokens_per_expert_interval=: {_NO_HOOKS}"),
+    Rule(f"moe_routing_trace_path=: {_NO_HOOKS}"),
     Rule("modelopt_enabled: its distillation schedules call the model differently"),
     Rule("export_kd_teacher_load=: distillation keeps outputs of layers by hooks in Python"),
     Rule("flextron: hooks of layers read the budget that Python draws for each microbatch"),

@@ -46,6 +46,7 @@ def refusal(arguments: str, *, on_cpu: bool = True) -> str:
             "--overlap-moe-expert-parallel-comm",  # tied embeddings, fused accumulation
             "--overlap-moe-expert-parallel-comm: graphs train without it",
         ),
+        ("--moe-routing-trace-path traces", "--moe-routing-trace-path: its hooks run in"),
         (f"{WHOLE}--defer-embedding-wgrad-compute", "chunk with --defer-embedding-wgrad-compute: "),
         (
             f"{NO_DROPOUT}{GROUPED}--fp8-format hybrid",

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from toys import capturing
 
+from chunkgraph.errors import IllegalOperationError
+from chunkgraph.graphs import RecorderBackend
 from chunkgraph.megatron.cpu.host import HostRng, cpu_host
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release, pytest.mark.timeout(60)]
@@ -73,3 +76,11 @@ def test_a_checkpoint_of_states_is_loaded_without_trust(tracker) -> None:  # typ
     file.seek(0)
     for name, state in torch.load(file, weights_only=True).items():
         assert torch.equal(state.get_state(), tracker.get_states()[name].get_state())
+
+
+def test_a_refused_line_is_not_one_of_the_host(host: HostRng) -> None:
+    with (
+        pytest.raises(IllegalOperationError, match=rf"at {__file__}:"),
+        capturing(RecorderBackend(), "chunk"),
+    ):
+        torch.ones(2).nonzero()
