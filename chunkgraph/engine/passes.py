@@ -90,8 +90,11 @@ class Pass:
         outputs = self.outputs
         if not keeps_leaves:
             self.leaves = ()
-        # Not autograd.grad, which forbids the inner backwards of recomputation.
-        torch.autograd.backward(outputs, self.grads)
+        # Not autograd.grad, which forbids the inner backwards of recomputation, nor
+        # autograd.backward, which leaves the mode of a CPU host.
+        run: Any = torch.autograd.Variable._execution_engine.run_backward
+        options = {"allow_unreachable": True, "accumulate_grad": True}
+        run(tuple(outputs), tuple(self.grads), False, False, (), **options)
 
     def input_grads(self) -> list[torch.Tensor | None]:
         """Return the gradient of each input, or None."""

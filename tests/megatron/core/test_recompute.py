@@ -185,8 +185,11 @@ def test_a_layers_own_dropout_in_megatrons_checkpoint_is_refused(
     module = import_megatron("megatron.core.tensor_parallel")
     layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5 if draws else 0.0))
 
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        return layer(x) * torch.ones(8, device="cuda")  # as attention makes its mask
+
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return module.checkpoint(layer, False, nn.functional.dropout(x, 0.5))
+        return module.checkpoint(masked, False, nn.functional.dropout(x, 0.5))
 
     chunk = Chunk(
         forward=forward, parameters=tuple(layer.parameters()), label="chunk 0", module=layer
