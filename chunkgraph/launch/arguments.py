@@ -114,8 +114,7 @@ def settle_arguments(args: argparse.Namespace, *, on_cpu: bool) -> GraphFlags | 
     turned_off = tuple(_turn_off(args, flags.schedule))
     # With any other value Megatron builds its own graphs and takes other code paths.
     args.cuda_graph_impl = "none"
-    if _is_on(args, "optimizer_cuda_graph"):
-        args.optimizer_cuda_graph = False  # chunk graphs hold the optimizer's step already
+    args.optimizer_cuda_graph = False  # chunk graphs hold the optimizer's step already
     if _wants_te_rng(args, on_cpu):
         args.te_rng_tracker = True
     setattr(args, _WARMUP, flags.capture.num_warmup_steps)

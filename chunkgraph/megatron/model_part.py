@@ -372,6 +372,7 @@ _OBSTACLES = (
         "the backward, but a graph updates them once, at its end",
         lambda f: f.fp8_recipe == "delayed" and f.mtp_num_layers,
     ),
+    Rule("mtp_detach_heads: the heads begin with tensors that take gradients, but are no inputs"),
     Rule("defer_embedding_wgrad_compute: its queue is Python state that a replay does not advance"),
     Rule("mtp_num_layers= packed: Megatron then reads the offsets on the host"),
 )

@@ -46,6 +46,10 @@ def refusal(arguments: str, *, on_cpu: bool = True) -> str:
             "--overlap-moe-expert-parallel-comm",  # tied embeddings, fused accumulation
             "--overlap-moe-expert-parallel-comm: graphs train without it",
         ),
+        (
+            f"{NO_DROPOUT}{EXPERTS}alltoall --recompute-granularity full --moe-input-jitter-eps .1",
+            "  - --recompute-granularity full with --moe-input-jitter-eps 0.1 ",
+        ),
         ("--moe-routing-trace-path traces", "--moe-routing-trace-path: its hooks run in"),
         (f"{WHOLE}--defer-embedding-wgrad-compute", "chunk with --defer-embedding-wgrad-compute: "),
         (

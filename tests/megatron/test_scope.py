@@ -208,6 +208,7 @@ def test_python_code_as_an_argument_is_refused(chunks: list[nn.Module]) -> None:
             "defer_embedding_wgrad_compute=True",
             "--defer-embedding-wgrad-compute",
         ),
+        ({"mtp_detach_heads": True}, "mtp_detach_heads=True", "--mtp-detach-heads"),
     ],
 )
 def test_settings_of_output_layer_and_loss_keep_the_block_and_are_refused_for_chunks(

@@ -194,20 +194,12 @@ class HostRngState:
         self.set_state(torch.Generator().manual_seed(seed).get_state())
         return self
 
-    def clone_state(self) -> HostRngState:
-        """Return a new state with the same value."""
-        return HostRngState(self._rng, self.get_state())
-
 
 class HostRng:
     """The CPU's default generator, shared by several states of which one is live."""
 
     def __init__(self) -> None:
         self.default = self.current = HostRngState(self, torch.get_rng_state())
-
-    def new_state(self, state: torch.Tensor) -> HostRngState:
-        """Return a new state that starts from ``state``, a result of `HostRngState.get_state`."""
-        return HostRngState(self, state)
 
     def switch_to(self, state: HostRngState) -> None:
         """Make ``state`` the live one.
@@ -266,7 +258,7 @@ def patch_rng(host: HostRng) -> Callable[[], None]:
     def get_state(*_: Any, clone: bool = False, graph_safe: bool = False, **__: Any) -> Any:
         if not graph_safe:
             return torch.get_rng_state()
-        return host.current.clone_state() if clone else host.current
+        return HostRngState(host, host.current.get_state()) if clone else host.current
 
     def set_state(state: Any, *_: Any, **__: Any) -> None:
         if isinstance(state, torch.Tensor):
@@ -277,7 +269,7 @@ def patch_rng(host: HostRng) -> Callable[[], None]:
     def convert(state: Any, to_graphable: bool) -> Any:
         """Convert a state from a checkpoint, of either kind, to one of this host."""
         values = state if isinstance(state, torch.Tensor) else state.get_state()
-        return host.new_state(values) if to_graphable else values
+        return HostRngState(host, values) if to_graphable else values
 
     undo = ExitStack()
     converting = {"convert_cuda_rng_state": convert}

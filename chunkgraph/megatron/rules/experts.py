@@ -210,6 +210,14 @@ MOE_RULES = (
         lambda f: f.moe_router_force_biased is not None,
     ),
     _rule(
+        "recompute_granularity moe_input_jitter_eps moe_router_force_load_balancing: a replay "
+        "cannot repeat the random numbers of routers that are recomputed; leave the draws out, or "
+        "recompute no experts",
+        lambda f: (
+            recomputes(f, "moe") and (f.moe_input_jitter_eps or f.moe_router_force_load_balancing)
+        ),
+    ),
+    _rule(
         "moe_paged_stash: the order of its pages is Python state, frozen in a replay; {stash=} has "
         "the same purpose"
     ),
