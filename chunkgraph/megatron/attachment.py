@@ -220,9 +220,9 @@ class MegatronChunkGraphs:
         self.before_run: Callable[[], None] = lambda: None
         self._driver: ScheduleDriver | None = None
         if site.schedule is not None:
-            run_weights = WeightBackwards(engine).run
+            weights = WeightBackwards(engine)
             self._driver = ScheduleDriver(
-                site.schedule.build, site.place.pipeline_rank, run_weights
+                site.schedule.build, site.place.pipeline_rank, lambda c, _: weights.run(c)
             )
             undo.callback(self._driver.close)
         self.receiver = SlotReceiver(
@@ -541,5 +541,5 @@ def eager_driver(chunks: Sequence[nn.Module], name: str) -> ScheduleDriver:
     )
     with ExitStack() as undo:
         refuse_differences(new_agreement(undo), place.rank, {"schedule": schedule})
-    delayed = [DelayedModules(c, place.label(i)) for i, c in enumerate(chunks)]
-    return ScheduleDriver(schedule.build, place.pipeline_rank, lambda c: delayed[c].run(()))
+    runs = [DelayedModules(c, place.label(i)).run_eagerly for i, c in enumerate(chunks)]
+    return ScheduleDriver(schedule.build, place.pipeline_rank, lambda c, last: runs[c](last))

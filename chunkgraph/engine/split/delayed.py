@@ -31,6 +31,12 @@ class DelayedModules:
         # A module's method also calls those of its parts.
         self.modules = [m for m in delaying if {m} == {*m.modules()}.intersection(delaying)]
 
+    def run_eagerly(self, is_last: bool) -> None:
+        """Run in an eager step; ``is_last``: no later backward waits, so see `refuse_left`."""
+        self.run(())
+        if is_last:
+            self.refuse_left()
+
     def run(self, leaves: Sequence[nn.Parameter], receive: Receive | None = None) -> None:
         """Compute the weight gradients of the modules' oldest backward, in backward order.
 
@@ -46,10 +52,9 @@ class DelayedModules:
             for parameter, gradient in announced:
                 if parameter.grad is gradient:
                     parameter.grad = None
-            for index, leaf in enumerate(leaves if receive is not None else ()):
-                if leaf.grad is not None:
+            for index, leaf in enumerate(leaves):
+                if receive is not None and leaf.grad is not None:
                     gradient, leaf.grad = leaf.grad, None
-                    assert receive is not None
                     receive(index, gradient)
 
     @contextmanager
@@ -80,8 +85,7 @@ class DelayedModules:
                 raise CaptureError(
                     f"{self._label}: a {type(module).__name__} that delays its weight gradients "
                     "runs more than once in a forward, and one backward_dw() computes those of one "
-                    "run. Set delay_wgrad_compute=False, capture a whole backward, or use a "
-                    "schedule that splits no backward."
+                    "run. Set delay_wgrad_compute=False, or split no backward."
                 )
 
 

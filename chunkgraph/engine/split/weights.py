@@ -133,7 +133,7 @@ class WeightBackwards(Observer):
             self._graphs.run_waiting(c, turn)
             return
         slot = self._eager.begin_last(c, turn)
-        self._delayed[c].run(())
+        self._delayed[c].run_eagerly(not self._eager.waiting(c))
         self._eager.release(c, slot)
 
     def _waiting(self, c: int) -> tuple[int, ...]:

@@ -34,8 +34,8 @@ class ScheduleDriver:
     Args:
         build: Returns the schedule for a number of microbatches, the same on all ranks.
         rank: Rank of this process in the pipeline.
-        run_weights: Adds the weight gradients that the oldest backward of a chunk has left out; the
-            argument is the chunk. None: backwards compute all gradients, and W does nothing.
+        run_weights: Adds the weight gradients that the oldest backward of a chunk has left out,
+            given the chunk and whether it is the last one.
 
     Raises:
         ConfigError: (when called) the model or the call needs a feature that only Megatron's own
@@ -46,7 +46,7 @@ class ScheduleDriver:
         self,
         build: Callable[[int], Schedule],
         rank: int,
-        run_weights: Callable[[int], None] | None = None,
+        run_weights: Callable[[int, bool], None],
     ) -> None:
         self._run_weights = run_weights
         self.schedule = functools.cache(lambda count: with_transfers(build(count)))
@@ -168,7 +168,7 @@ class _Step:
         groups: Any,
         stops: Sequence[_Stop],
         take_buffer: TakeBuffer | None,
-        run_weights: Callable[[int], None] | None,
+        run_weights: Callable[[int, bool], None],
     ) -> None:
         self._schedules: Any = import_megatron("megatron.core.pipeline_parallel.schedules")
         self._models, data = _as_list(keywords["model"]), _as_list(keywords["data_iterator"])
@@ -247,7 +247,7 @@ class _Step:
             Op.F: self._forward,
             Op.B: self._backward,
             Op.I: self._backward,
-            Op.W: self._weights,
+            Op.W: lambda stop: self._run_weights(stop.chunk, stop.adds_last),
             Op.SEND_F: lambda stop: forwards.send(stop.key),
             Op.RECV_F: lambda stop: forwards.receive(stop.key, self._buffer(Direction.FORWARD)),
             Op.SEND_B: lambda stop: backwards.send(stop.key),
@@ -319,11 +319,6 @@ class _Step:
         )
         if stop.stage:
             self._backwards.keep(stop.key, input_grad)
-
-    def _weights(self, stop: _Stop) -> None:
-        """Add the weight gradients that the oldest backward of a chunk has left out."""
-        if self._run_weights is not None:
-            self._run_weights(stop.chunk)
 
 
 class GradientSync:

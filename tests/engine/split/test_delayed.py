@@ -15,6 +15,7 @@ from split_models import (
     check_step,
     gradients,
     inputs_of,
+    run_split,
 )
 from torch import nn
 from toys import add_to_main_grads
@@ -92,3 +93,10 @@ def test_a_delaying_module_that_runs_twice_is_refused() -> None:
     graphs = as_split(nn.Sequential(layer, layer), backend)
     with pytest.raises(CaptureError, match="more than once in a forward"):
         graphs.capture([inputs_of(backend.device, 1)[0]])
+
+
+def test_an_eager_step_leaves_no_weight_gradient_out() -> None:
+    layer = Delaying()
+    graphs = as_split(nn.Sequential(layer, layer), RecorderBackend())
+    with pytest.raises(CaptureError, match="more than once in a forward"):
+        run_split(graphs, inputs_of(torch.device("cpu"), 2), lag=1)

@@ -47,6 +47,19 @@ def test_weight_gradients_in_w_equal_those_of_whole_backwards(
     )
 
 
+@pytest.mark.slow
+def test_a_schedule_without_graphs_leaves_no_weight_gradient_out(
+    run_to_its_end: Callable[..., Any], make_config: Callable[..., Any]
+) -> None:
+    chunks = {"transformer_config": {"mlp_chunks_for_training": 2}}
+    model = {"layer_spec": "delayed_layers:delaying", **chunks}
+    pipeline = {"pipeline_model_parallel_size": 2, "schedule": "zb-h1"}
+    config = make_config(model=model, pipeline=pipeline, capture={"enabled": False})
+    codes, messages = run_to_its_end({"config": config})
+    assert all(codes)
+    assert all("DelayingColumn that delays its weight gradients" in text for text in messages)
+
+
 class _Layer(nn.Module):
     """The part of a Transformer Engine layer that its store of weight gradients needs."""
 

@@ -113,7 +113,7 @@ def test_a_step_of_another_kind_is_refused(keywords: dict[str, Any], match: str)
     def build(count: int) -> Any:
         return build_schedule("1f1b", num_ranks=2, num_microbatches=count)
 
-    driver = ScheduleDriver(build, rank=0)
+    driver = ScheduleDriver(build, 0, max)
     with pytest.raises(ConfigError, match=match):
         driver(
             model=model,
@@ -132,7 +132,7 @@ def test_groups_with_transfers_that_may_be_pending_are_not_destroyed(
     step = mock.Mock(message_bytes=4)
     step.run.side_effect = error
     driver = ScheduleDriver(
-        lambda count: build_schedule("1f1b", num_ranks=2, num_microbatches=count), 0
+        lambda count: build_schedule("1f1b", num_ranks=2, num_microbatches=count), 0, max
     )
     with mock.patch.multiple(
         "chunkgraph.megatron.pipeline.driver",
