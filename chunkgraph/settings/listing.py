@@ -21,7 +21,8 @@ _MEGATRON_FLAGS = {
     "pipeline.virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
 }
 """Flags of Megatron that are not spelled like the setting."""
-_MEGATRON_SECTIONS = ("model", "pipeline", "moe")
+_NAMED_ALIKE = ("model.", "pipeline.", "moe.", "train.overlap_", "train.use_")
+"""How the paths of settings begin whose other flags are spelled like them."""
 _WITHOUT_FLAG = {
     "model.vocab_size",
     "model.params_dtype",
@@ -76,7 +77,7 @@ class Setting:
     def megatron(self) -> str | None:
         """Return the flag of Megatron's own command line, or None."""
         is_named_alike = (
-            self.path.partition(".")[0] in _MEGATRON_SECTIONS
+            self.path.startswith(_NAMED_ALIKE)
             and self.path not in _WITHOUT_FLAG
             and self.flag is None
         )

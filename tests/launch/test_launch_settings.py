@@ -18,6 +18,7 @@ from chunkgraph.settings import (
     PipelineConfig,
     load_config,
 )
+from chunkgraph.settings.models import TrainConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -57,6 +58,14 @@ CHANGES: dict[str, dict[str, list[str]]] = {
         "sequence_parallel": ["tensor_model_parallel_size=2", "sequence_parallel=true"],
         "context_parallel_size": ["context_parallel_size=2"],
     },
+    "train": {
+        "overlap_grad_reduce": ["overlap_grad_reduce=true"],
+        "use_distributed_optimizer": ["use_distributed_optimizer=true"],
+        "overlap_param_gather": [
+            *("overlap_grad_reduce=true", "use_distributed_optimizer=true"),
+            "overlap_param_gather=true",
+        ],
+    },
     "capture": {
         "enabled": ["enabled=false"],
         "scope": ["scope=chunk"],
@@ -70,9 +79,19 @@ ELSEWHERE = {
     # The tokenizer sets it; refused.
     "model": {"vocab_size", "hybrid_layer_pattern"},
     "pipeline": {"data_parallel_size", "expert_model_parallel_size"},  # processes; `moe`'s test
+    # Pretrain scripts have these of their own, and Megatron's choice of kernels.
+    "train": {
+        *("num_microbatches", "micro_batch_size", "seed", "lr", "compare"),
+        *("gradient_accumulation_fusion", "deterministic"),
+    },
     "capture": set[str](),
 }
-SECTIONS = {"model": ModelConfig, "pipeline": PipelineConfig, "capture": CaptureConfig}
+SECTIONS = {
+    "model": ModelConfig,
+    "pipeline": PipelineConfig,
+    "train": TrainConfig,
+    "capture": CaptureConfig,
+}
 
 
 def _load(*overrides: str) -> Config:
