@@ -87,13 +87,11 @@ class Pass:
 
     def backward(self, *, keeps_leaves: bool = False) -> None:
         """Run the backward from ``grads``, and drop the result unless ``keeps_leaves``."""
-        outputs, grads = tuple(self.outputs), tuple(self.grads)
+        outputs = self.outputs
         if not keeps_leaves:
             self.leaves = ()
-        # Not autograd.grad, which forbids the inner backwards of recomputation, nor
-        # autograd.backward, which leaves the mode of a CPU host.
-        run: Any = torch.autograd.Variable._execution_engine.run_backward
-        run(outputs, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        # Not autograd.grad, which forbids the inner backwards of recomputation.
+        torch.autograd.backward(outputs, self.grads)
 
     def input_grads(self) -> list[torch.Tensor | None]:
         """Return the gradient of each input, or None."""

@@ -304,6 +304,8 @@ def cpu_host() -> Iterator[HostRng]:
         stack.callback(patch_attributes(DeviceMesh, {"from_group": _mesh_of_cpus}))
         stack.callback(TritonStubFinder.install())
         stack.enter_context(_CudaMeansCpu())
+        # Otherwise a backward, which may recompute a forward, runs without the mode.
+        stack.callback(patch_attributes(torch.autograd, {"has_torch_function": lambda _: False}))
         stack.enter_context(torch.serialization.safe_globals([HostRngState]))
         rng = HostRng()
         stack.callback(patch_rng(rng))
