@@ -336,7 +336,7 @@ def capture_line(report: CaptureReport, expert_dispatch: str = "") -> str:
     total = report.slot_bytes + report.scratch_bytes + report.static_bytes
     slots = _slots(report.num_slots, report.shared_slots)
     return (
-        f"chunk graphs: captured {report.num_graphs} graphs, {slots} on rank 0, "
+        f"chunk graphs: captured {counted(report.num_graphs, 'graph')}, {slots} on rank 0, "
         f"in {report.duration_ms / 1e3:.2f} s; {format_bytes(total)}: slots "
         f"{format_bytes(report.slot_bytes)}, scratch {format_bytes(report.scratch_bytes)}, static "
         f"{format_bytes(report.static_bytes)}"
