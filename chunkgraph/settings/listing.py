@@ -22,7 +22,7 @@ _MEGATRON_FLAGS = {
 }
 """Flags of Megatron that are not spelled like the setting."""
 _NAMED_ALIKE = ("model.", "pipeline.", "moe.", "train.overlap_", "train.use_")
-"""How the paths of settings begin whose other flags are spelled like them."""
+"""Prefixes of the settings that share their names with Megatron's flags."""
 _WITHOUT_FLAG = {
     "model.vocab_size",
     "model.params_dtype",
