@@ -70,6 +70,11 @@ class PoolPlan:
     def _new_pool(self, label: str) -> Pool:
         return self._idle.popleft() if self._idle else self._backend.new_pool(label)
 
+    @property
+    def next_idle(self) -> Pool | None:
+        """Return the pool of the next slot if its memory is dead now, and can sleep."""
+        return self._idle[0] if self._idle and self._backend.can_sleep else None
+
     def forward_pool(
         self, slot_label: str, num_bytes: int = 0, allocations: Sequence[Sequence[Allocation]] = ()
     ) -> Pool:

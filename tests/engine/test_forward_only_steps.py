@@ -123,6 +123,38 @@ def test_forwards_lie_in_a_pool_of_the_training_graphs(backend: GraphBackend, fi
     assert not graphs.forward_only._kinds
 
 
+class Tabled(Layers):
+    """Keeps a table from its second evaluation on, outside of modules."""
+
+    def __init__(self, kept: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.kept, self.num_evaluations = [kept], 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = self.kept[0][-1] if self.kept[0] else torch.arange(WIDTH, device=x.device) * 0.1
+        if not torch.is_grad_enabled():
+            self.num_evaluations += 1
+            if self.num_evaluations == 2 and not self.kept[0]:
+                self.kept[0].append(table)
+        return super().forward(x) + table
+
+
+@pytest.mark.parametrize("can_sleep", [False, True])
+def test_what_a_warmup_pass_leaves_outlives_training_steps(*, can_sleep: bool) -> None:
+    """The pass runs in the slots' memory if that can sleep; training steps overwrite it."""
+    steps = [(kind, 1) for kind in "ettetete"]
+    results = []
+    for eager in (True, False):
+        torch.manual_seed(1)
+        kept: list[torch.Tensor] = []
+        backend = RecorderBackend(can_sleep=can_sleep)
+        graphs = ChunkGraphs([Tabled(kept)], 1, backend=backend)
+        results.append(loop(graphs, steps, eager=eager))
+        assert len(kept) == 1
+    assert all(map(torch.equal, *results))
+    assert graphs.forward_only.counters.replayed_steps == 3
+
+
 def evaluate(graphs: ChunkGraphs, *inputs: Any, **options: Any) -> list[torch.Tensor]:
     with torch.no_grad(), graphs.step(len(inputs), forward_only=True, **options):
         return [graphs.callables[0](x) for x in inputs]

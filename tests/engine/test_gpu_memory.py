@@ -96,3 +96,35 @@ def test_slots_and_scratch_are_one_block_each() -> None:
         actual = gradient_of(graphs.callables[0], module)
     assert torch.equal(actual, gradient_of(module, module))
     graphs.release()
+
+
+class Logits(nn.Module):
+    """Its logits take 128 MiB, in evaluations too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(256, 2**16, device="cuda")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x).logsumexp(-1)
+
+
+def test_a_capture_of_evaluations_runs_in_the_memory_of_the_slots() -> None:
+    module = Logits()
+    graphs = ChunkGraphs([module], [1], options=CaptureOptions(can_sleep=True))
+    x = torch.randn(512, 256, device="cuda")
+
+    def evaluate() -> torch.Tensor:
+        with torch.no_grad(), graphs.step(1, forward_only=True):
+            return graphs.callables[0](x)
+
+    expected = evaluate()  # eager
+    graphs.capture([(x.clone().requires_grad_(),)])
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    assert torch.equal(evaluate(), expected)
+    assert graphs.forward_only.counters.replayed_steps == 1
+    assert torch.cuda.max_memory_reserved() - before <= 48 << 20  # of 128 MiB and more in eager

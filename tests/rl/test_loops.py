@@ -80,6 +80,8 @@ def test_only_graphs_with_collectives_are_captured_again_for_new_groups(
         assert rank["different"] == []
         assert rank["fallbacks"] == {**EAGER, **MISFITS}
         assert rank["recaptures"] == rank["sessions"] - 1 == (3 if tp > 1 else 0)
+        # Its norm is a sum over ranks: eager in the first step after each change, then captured.
+        assert rank["optimizer_captures"] == 4
         assert (rank["forward_replayed"], rank["eager_calls"]) == (4, 0)
 
 

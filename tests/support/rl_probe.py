@@ -136,6 +136,8 @@ class Loop:
         options = CaptureOptions(**self._case.get("options", {}))
         self.graphs = attach(self.model.chunks, packing=packing, options=options)
         self.schedule = self.graphs.wrap_forward_backward(self.schedule)
+        if "store" in self._case:
+            self.optimizer_step = self.graphs.capture_optimizer(self.model.optimizer)
 
     def run_pass(self, seed: int, *, forward_only: bool, scale: int = 1) -> None:
         """Run one call of the schedule, with ``scale`` times the tokens."""
@@ -249,6 +251,8 @@ def run(config: Any, device: torch.device, case: dict[str, Any]) -> dict[str, An
                 "recaptures": len(engine.counters.recaptures),
                 "in_place": loop.graphs.receiver.num_received_in_place,
             }
+            if "store" in case:
+                found["optimizer_captures"] = loop.optimizer_step.gradients.num_captures
         loop.model.close()
     (expected, _), (got, _) = runs
     found["different"] = [

@@ -3,7 +3,7 @@
 Whatever a capture leaves in Python lies in the memory of one graph: other graphs may overwrite it,
 and it has no value before the first replay. So what modules keep is restored after each capture
 (`Bookkeeping`), and a session fails if anything else in the process still refers to its memory
-(`refuse_dangling`). What eager warmup passes leave stays.
+(`refuse_dangling`). What eager warmup passes leave stays, outside of pools (`move_out`).
 """
 
 from __future__ import annotations
@@ -116,6 +116,20 @@ def refuse_dangling(label: str, pools: Sequence[Pool], slots: Iterable[Slot]) ->
         "memory, which every replay overwrites. Return them from the forward as tensors, in "
         "tuples, lists or dicts; create caches before the capture, in an eager step; drop the rest."
     )
+
+
+def move_out(pool: Pool) -> None:
+    """Move what an eager pass has left in ``pool``, such as tables, to memory of its own."""
+    if not pool.live():
+        return
+    gc.collect()
+    storages: dict[int, torch.UntypedStorage] = {}
+    with _looking, torch._C.DisableTorchFunction(), torch.no_grad():
+        for tensor in _dangling([pool], set()):
+            address = storage_address(tensor)
+            if address not in storages:
+                storages[address] = tensor.untyped_storage().clone()
+            tensor.set_(storages[address], tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _dangling(pools: Sequence[Pool], known: set[int]) -> list[torch.Tensor]:

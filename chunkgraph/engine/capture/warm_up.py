@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
+from chunkgraph.engine.capture.dangling import move_out
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.refusals import refuse_undeclared
 from chunkgraph.engine.capture.restore import restoring_writes
@@ -69,6 +71,8 @@ def warm_up(
     chunk, sinks, leaves = own.chunk, own.sinks, own.leaves
     backend, host = own.maker.backend, own.maker.host
     passes: list[Measured] = []
+    # Beside it, eager logits would add to the peak.
+    idle = None if chunk.has_backward else own.maker.pools.next_idle
     for _ in range(1 if backend.repeats_bits else 2):
         sinks.clear()
         backend.release_cached_memory()  # else blocks that the last pass split add to the peak
@@ -81,7 +85,8 @@ def warm_up(
             before = backend.allocated_bytes()
             call = Pass(chunk, sample)
             with backend.observe_allocations() as log:
-                call.forward()
+                with nullcontext() if idle is None else idle.serving_this_thread():
+                    call.forward()
                 held_bytes = backend.allocated_bytes() - before
                 marks = [log.num_events()]
                 refuse_undeclared(chunk, call.outputs, [*call.inputs, *leaves])
@@ -100,6 +105,8 @@ def warm_up(
         passes.append(measured)
         # torch's first call of some operators leaves cycles whose frames hold the pass.
         gc.collect(0)
+        if idle is not None:
+            move_out(idle)
     noise = check_passes(label, passes)
     slot_bytes = block_bytes(in_slot)
     if not slot_bytes:

@@ -40,7 +40,7 @@ class SimulatedPool(Pool):
     def __init__(self, label: str, take_segment: Callable[[int], object] = lambda _: None) -> None:
         self.label = label
         self.device = torch.device("cpu")
-        self.is_of_caller = False  # if it served a caller, its tensors are to graphs as any others
+        self.is_of_caller = False  # if it serves a caller, its tensors are to graphs as any others
         self._take_segment = take_segment
         self._segments: list[tuple[int, np.ndarray]] = []
         self._free: list[tuple[int, int]] = []  # (num_bytes, start), sorted: best fit first
@@ -79,7 +79,7 @@ class SimulatedPool(Pool):
     @contextmanager
     def serving_this_thread(self) -> Iterator[None]:
         """See `Pool`; results of operators are moved here."""
-        self.is_of_caller = True
+        self.is_of_caller |= not self._segments
         with _Moving(self):
             yield
 
