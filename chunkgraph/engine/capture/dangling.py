@@ -126,10 +126,9 @@ def move_out(pool: Pool) -> None:
     storages: dict[int, torch.UntypedStorage] = {}
     with _looking, torch._C.DisableTorchFunction(), torch.no_grad():
         for tensor in _dangling([pool], set()):
-            address = storage_address(tensor)
-            if address not in storages:
-                storages[address] = tensor.untyped_storage().clone()
-            tensor.set_(storages[address], tensor.storage_offset(), tensor.size(), tensor.stride())
+            copy = tensor.untyped_storage().clone()
+            copy = storages.setdefault(storage_address(tensor), copy)
+            tensor.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _dangling(pools: Sequence[Pool], known: set[int]) -> list[torch.Tensor]:
