@@ -6,7 +6,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
-import re
+import runpy
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ from chunkgraph.cli.arguments import add_json, prints_json
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-_VERSION_PARTS = ("MAJOR", "MINOR", "PATCH")
 _CUDNN_NEEDED = 91501
 _NEEDS = {
     "plan": (),
@@ -225,12 +224,8 @@ def _checkout_version() -> str | None:
     """Return the version of a Megatron-LM checkout on the path, which pip does not know."""
     spec = importlib.util.find_spec("megatron")
     for folder in spec.submodule_search_locations or () if spec is not None else ():
-        path = Path(folder, "core", "package_info.py")
-        if path.exists():
-            found = dict(
-                re.findall(r"^(\w+) = (\d+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-            )
-            return ".".join(found[part] for part in _VERSION_PARTS if part in found) or None
+        if (path := Path(folder, "core", "package_info.py")).exists():
+            return str(runpy.run_path(str(path))["__shortversion__"])
     return None
 
 

@@ -93,9 +93,8 @@ def sizes_of(
 
 def omissions_of(value: Callable[[str], Any]) -> list[str]:
     """Return a line on what the settings use and the estimate does not count, if there is any."""
-    if value("moe_token_dispatcher_type") == "flex":
-        return ["Memory does not count: DeepEP's buffers."]
-    return []
+    has_buffers = value("moe_token_dispatcher_type") == "flex"
+    return ["Memory does not count: DeepEP's buffers."] * has_buffers
 
 
 def _latent(value: Callable[[str], Any]) -> LatentSizes | None:

@@ -56,19 +56,14 @@ class TrainProgress:
 def report(config: Config, results: RunResults, json_file: Path | None) -> list[str]:
     """Print the closing table, write the results to the file, if any, and return the failures."""
     console = Console(file=stream_next_to(json_file), width=REPORT_WIDTH, highlight=False)
-    failures = find_failures(results)
     try:
-        print_report(config, results, console)
+        return print_report(config, results, console)
     finally:  # although standard output may be on a full disk
         if json_file is not None:
-            facts = {
-                "ok": not failures,
-                "failures": failures,
-                "config": to_mapping(resolved(config)),
-            }
-            text = json.dumps(facts | asdict(results), indent=2)
-            write_output("--json", json_file, f"{text}\n")
-    return failures
+            failures = find_failures(results)
+            facts = {"ok": not failures, "failures": failures}
+            facts |= {"config": to_mapping(resolved(config)), **asdict(results)}
+            write_output("--json", json_file, json.dumps(facts, indent=2) + "\n")
 
 
 def print_report(config: Config, results: RunResults, console: Console) -> list[str]:
@@ -138,11 +133,6 @@ def _notes(config: Config, results: RunResults) -> list[str]:
         f"graphs: {results.num_graphs} from {counted(results.capture_sessions, 'session')}, "
         f"{results.captures_after_first_session} captured later; slots per chunk: {slots}"
     )
-    lines += [
-        f"graphs keep memset nodes, which cost some microseconds each: {why}"
-        for why in dict.fromkeys(results.memsets_kept)
-        if why
-    ]
     if config.moe.num_moe_experts is not None and config.capture.enabled:
         lines.append(
             f"tokens that an expert had no room for: {results.dropped_tokens:,}, all ranks"

@@ -9,10 +9,10 @@ skipped step or a save finds the iterators in the same state as without chunk gr
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -135,10 +135,12 @@ class PackedSteps(ABC):
         self._num_calls = [0] * len(model_chunks)
         # From the last schedule call; the next step most likely uses the same ones.
         self._iterators: list[Any] = []
-        self._hooks = [
-            chunk.register_forward_pre_hook(self._hook_of(c), with_kwargs=True)
-            for c, chunk in enumerate(model_chunks)
-        ]
+        self._undo = ExitStack()
+        for c, chunk in enumerate(model_chunks):
+            hook = chunk.register_forward_pre_hook(self._hook_of(c), with_kwargs=True)
+            self._undo.callback(hook.remove)
+        if tensor_ranks is not None:
+            self._undo.callback(tensor_ranks.close)
 
     @abstractmethod
     def _begin(
@@ -201,10 +203,7 @@ class PackedSteps(ABC):
 
     def close(self) -> None:
         """Remove the hooks from the model, and release process groups."""
-        for hook in self._hooks:
-            hook.remove()
-        if self._tensor_ranks is not None:
-            self._tensor_ranks.close()
+        self._undo.close()
 
     def _hook_of(self, c: int) -> Callable[..., Any]:
         """Return a pre-forward hook of a model chunk that replaces the script's offsets."""
@@ -239,13 +238,13 @@ class PackedSteps(ABC):
         Raises:
             ConfigError: See `documents_of`.
         """
-        for batches in read:
-            if batches is not None:
-                return [
-                    documents_of(batch, seq_length, self._where(i), multiple_of)
-                    for i, batch in enumerate(batches)
-                ]
-        return None
+        batches = next((one for one in read if one is not None), None)
+        if batches is None:
+            return None
+        return [
+            documents_of(batch, seq_length, self._where(i), multiple_of)
+            for i, batch in enumerate(batches)
+        ]
 
     def _where(self, microbatch: int) -> str:
         return f"rank {self._rank}, microbatch {microbatch}"
@@ -305,7 +304,7 @@ class OwnDocuments(PackedSteps):
         self._next_count = num_microbatches
         read = look_ahead(self._iterators, num_microbatches)
         documents: list[Documents] | None = None
-        with contextlib.suppress(ConfigError, PackingError):
+        with suppress(ConfigError, PackingError):
             documents = None if read is None else self._own_documents(read)
         self._announced = self._shared(documents)
         if self._announced is not None:
@@ -421,12 +420,8 @@ class SpreadDocuments(PackedSteps):
         self._device = device
         self._data_ranks = data_ranks
         self._has_experts = has_experts
-
-    def close(self) -> None:
-        """Remove the hooks from the model, and release process groups."""
-        super().close()
-        if self._data_ranks is not None:
-            self._data_ranks.close()
+        if data_ranks is not None:
+            self._undo.callback(data_ranks.close)
 
     def _begin(
         self, read: Microbatches, kwargs: dict[str, Any]

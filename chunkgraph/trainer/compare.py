@@ -115,7 +115,6 @@ def _totals(model: TrainedModel) -> dict[str, Any]:
         "replays_of_bank": graphs.replays_of_bank if graphs else {},
         "dropped_tokens": sum(dropped_tokens(graphs, wait=True).values()) if graphs else 0,
         "num_graphs": report.num_graphs if report else 0,
-        "memsets_kept": report.memsets_kept if report else "",
         "stash_bytes": stash.num_bytes() if stash else 0,
         "bytes_without_stash": stash.full_bytes() if stash else 0,
         "reserved_bytes": torch.cuda.max_memory_reserved(model.device) if is_gpu else 0,

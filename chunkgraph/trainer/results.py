@@ -84,7 +84,6 @@ class RunResults:
         replays_of_bank: number of replayed forwards by bank, for each rank, if there are several
             banks.
         missing_banks: number of eager steps by the bank that has no graphs and why, for each rank.
-        memsets_kept: see `CaptureReport`, for each rank.
         reserved_bytes: most memory that torch held on the device, for each rank; 0 on a CPU.
     """
 
@@ -103,7 +102,6 @@ class RunResults:
     bytes_without_stash: Sequence[int] = ()
     replays_of_bank: Sequence[Mapping[str, int]] = ()
     missing_banks: Sequence[Mapping[str, int]] = ()
-    memsets_kept: Sequence[str] = ()
     reserved_bytes: Sequence[int] = ()
 
 

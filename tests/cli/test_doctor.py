@@ -49,7 +49,7 @@ def test_a_checkout_of_megatron_is_found(
     """A checkout is on the path without being an installed distribution."""
     info = tmp_path / "core" / "package_info.py"
     info.parent.mkdir()
-    info.write_text("MAJOR = 0\nMINOR = 14\nPATCH = 3\n", encoding="utf-8")
+    info.write_text('VERSION = (0, 14, 3)\n__shortversion__ = ".".join(map(str, VERSION))\n')
     real, find = doctor._version, importlib.util.find_spec
     monkeypatch.setattr(doctor, "_version", lambda d: None if d == "megatron-core" else real(d))
     spec = ModuleSpec("megatron", None, is_package=True)
