@@ -85,8 +85,9 @@ def test_sharded_models_equal_eager(
         arguments += ["--data-cache-path", str(tmp_path / "cache")]
         arguments += ["--exact-log", str(tmp_path / name)]
         codes, output = run_ranks(arguments, num_ranks, tmp_path)
-        if name == "eager" and -signal.SIGABRT in codes:
-            # Megatron-FSDP's own training on gloo corrupts its heap in about one of 100 runs.
+        if -signal.SIGABRT in codes and not re.search(r"graph replays: +[1-9]", output):
+            # Megatron-FSDP's own training on gloo corrupts its heap in about one of 100 runs, in
+            # the eager steps before a capture too.
             for log in tmp_path.glob(f"{name}.rank*"):
                 log.unlink()
             codes, output = run_ranks(arguments, num_ranks, tmp_path)
