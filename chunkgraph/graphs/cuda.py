@@ -205,7 +205,7 @@ class CUDABackend(GraphBackend):
         for registered in generators:
             graph.register_generator_state(registered)
         self.synchronize()
-        with collector_paused(), torch.cuda.stream(self.stream):
+        with collector_paused(), self.on_capture_stream():  # torch writes seeds there
             graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
             try:
                 with (
