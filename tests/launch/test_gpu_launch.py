@@ -184,6 +184,7 @@ def test_the_host_waits_at_most_once_a_step(tmp_path: Path) -> None:
     script = tmp_path / "waiting.py"
     script.write_text(_WAITING.format(script=str(SCRIPT)), encoding="utf-8")
     flags = [*MODEL, *EIGHT, "--train-iters", "9", "--log-interval", "100", *CHUNK]
+    flags += ["--eval-iters", "0"]  # Megatron waits for the checks of each evaluated microbatch
     if importlib.util.find_spec("tensorboard") is not None:
         flags += ["--tensorboard-dir", str(tmp_path / "numbers")]
     done = finished(
