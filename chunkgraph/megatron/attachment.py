@@ -485,9 +485,11 @@ class MegatronChunkGraphs:
 
     def _drop_collectives(self) -> None:
         """Drop graphs with collectives, which hold communicators; the next step captures again."""
-        for step_graph in self.engine.memory.step_graphs[self.engine]:
+        is_between_steps = self.engine.mode is StepMode.OUTSIDE
+        for step_graph in self.engine.memory.step_graphs[self.engine] if is_between_steps else ():
             step_graph.release()  # its norm is summed over ranks
-        if any((getattr(self.site.config, name, 1) or 1) > 1 for name in _GROUPS_IN_CHUNKS):
+        sizes = [getattr(self.site.config, name, 1) or 1 for name in _GROUPS_IN_CHUNKS]
+        if max(sizes) > 1 and is_between_steps:
             self.engine.drop()
             self.engine.forward_only.drop()
 

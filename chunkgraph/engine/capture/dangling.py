@@ -120,14 +120,12 @@ def refuse_dangling(label: str, pools: Sequence[Pool], slots: Iterable[Slot]) ->
 
 def move_out(pool: Pool) -> None:
     """Move what an eager pass has left in ``pool``, such as tables, to memory of its own."""
-    if not pool.live():
-        return
-    gc.collect()
+    if pool.live():  # perhaps what only cycles hold
+        gc.collect()
     storages: dict[int, torch.UntypedStorage] = {}
     with _looking, torch._C.DisableTorchFunction(), torch.no_grad():
         for tensor in _dangling([pool], set()):
-            copy = tensor.untyped_storage().clone()
-            copy = storages.setdefault(storage_address(tensor), copy)
+            copy = storages.setdefault(storage_address(tensor), tensor.untyped_storage().clone())
             tensor.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
