@@ -76,8 +76,12 @@ def stop_before_the_groups(folder: Path) -> int:
 
 def stop_and_be_given_up(folder: Path) -> int:
     """Behave as with NCCL, whose watchdog aborts the rank that waits in vain."""
+    mark = folder / "stops"
     if RANK == "1":
+        mark.touch()
         os.kill(os.getpid(), signal.SIGSTOP)
+    while not mark.exists():
+        time.sleep(0.05)
     time.sleep(1)
     os.abort()
 
