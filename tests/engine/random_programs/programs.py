@@ -256,11 +256,6 @@ _STALE_CASTS = ("optimizer_step", "without_gradients", "evaluate")
 def _within_contract(program: Program) -> Program:
     """Return the program without what the contract leaves to its caller."""
     chunks, steps = program.chunks, program.steps
-    if any("reentrant" in layer and "listed" in layer for c in chunks for layer in c.layers):
-        # The list keeps parameters that the module has no more; the checkpoint hides them.
-        kept = [tuple(a for a in s.before if a != "assign_state_dict") for s in steps]
-        steps = tuple(replace(s, before=b) for s, b in zip(steps, kept, strict=True))
-        program = replace(program, steps=steps)
     if program.links == "joined":
         if any({"identity", "twice"} & {*chunk.kinds} for chunk in chunks):
             program = replace(program, links="cut")  # two readers of a sum of gradients
