@@ -99,11 +99,9 @@ class Finding:
 
 
 def _python() -> Finding:
-    version = sys.version.split()[0]
-    advice = ""
-    if sys.version_info < (3, 12):
-        advice = "Megatron's training program needs 3.12 from megatron-core 0.18 on"
-    return Finding("python", "ok", version, advice)
+    need = "Megatron's training program needs 3.12 from megatron-core 0.18 on"
+    advice = need if sys.version_info < (3, 12) else ""
+    return Finding("python", "ok", sys.version.split()[0], advice)
 
 
 def _torch() -> Finding:
@@ -142,9 +140,8 @@ def _capture() -> Finding:
     except Exception as error:  # noqa: BLE001 - any error is the finding
         return Finding("capture", "wrong", f"{type(error).__name__}: {str(error).splitlines()[0]}")
     how = "a CUDA graph" if device == "cuda" else "the CPU recorder"
-    advice = ""
-    if report.memsets_kept:
-        advice = f"graphs keep memset nodes, about 6 us each: {report.memsets_kept}"
+    kept = report.memsets_kept
+    advice = f"graphs keep memset nodes, about 6 us each: {kept}" if kept else ""
     return Finding("capture", "ok", f"a replay of {how} equals eager", advice)
 
 
@@ -225,7 +222,8 @@ def _checkout_version() -> str | None:
     spec = importlib.util.find_spec("megatron")
     for folder in spec.submodule_search_locations or () if spec is not None else ():
         if (path := Path(folder, "core", "package_info.py")).exists():
-            return str(runpy.run_path(str(path))["__shortversion__"])
+            version: str | None = runpy.run_path(str(path)).get("__shortversion__")
+            return version
     return None
 
 

@@ -93,8 +93,9 @@ def sizes_of(
 
 def omissions_of(value: Callable[[str], Any]) -> list[str]:
     """Return a line on what the settings use and the estimate does not count, if there is any."""
-    has_buffers = value("moe_token_dispatcher_type") == "flex"
-    return ["Memory does not count: DeepEP's buffers."] * has_buffers
+    if value("moe_token_dispatcher_type") == "flex":
+        return ["Memory does not count: DeepEP's buffers."]
+    return []
 
 
 def _latent(value: Callable[[str], Any]) -> LatentSizes | None:

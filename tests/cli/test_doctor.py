@@ -59,6 +59,8 @@ def test_a_checkout_of_megatron_is_found(
     )
     finding = findings_of(capsys, 1)["megatron-core"]
     assert (finding["state"], finding["found"]) == ("wrong", "0.14.3")
+    info.write_text("")
+    assert findings_of(capsys, 0)["megatron-core"]["found"] == "not installed"
 
 
 def test_a_replay_that_differs_is_reported(
