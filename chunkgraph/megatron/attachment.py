@@ -485,11 +485,12 @@ class MegatronChunkGraphs:
 
     def _drop_collectives(self) -> None:
         """Drop graphs with collectives, which hold communicators; the next step captures again."""
-        is_between_steps = self.engine.mode is StepMode.OUTSIDE
-        for step_graph in self.engine.memory.step_graphs[self.engine] if is_between_steps else ():
+        if self.engine.mode is not StepMode.OUTSIDE:
+            return
+        for step_graph in self.engine.memory.step_graphs[self.engine]:
             step_graph.release()  # its norm is summed over ranks
         sizes = [getattr(self.site.config, name, 1) or 1 for name in _GROUPS_IN_CHUNKS]
-        if max(sizes) > 1 and is_between_steps:
+        if max(sizes) > 1:
             self.engine.drop()
             self.engine.forward_only.drop()
 

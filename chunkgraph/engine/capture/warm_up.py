@@ -71,7 +71,7 @@ def warm_up(
     chunk, sinks, leaves = own.chunk, own.sinks, own.leaves
     backend, host = own.maker.backend, own.maker.host
     passes: list[Measured] = []
-    # Beside it, eager logits would add to the peak.
+    # Reuse slot memory, so that eager activations do not raise the peak.
     idle = None if chunk.has_backward else own.maker.pools.next_idle
     for _ in range(1 if backend.repeats_bits else 2):
         sinks.clear()
