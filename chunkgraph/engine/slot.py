@@ -73,6 +73,12 @@ class Slot:
     trained: tuple[int, ...] = ()
     turn: int = 0
 
+    @property
+    def loaded(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that are loaded before replays; they lie outside of pools."""
+        grads = self.output_grads.tensors if self.output_grads is not None else ()
+        return *self.inputs.tensors, *grads
+
     def release(self) -> None:
         """Release the graphs; the buffers go with the slot."""
         for graph in self.graphs.values():

@@ -99,9 +99,7 @@ def refuse_dangling(label: str, pools: Sequence[Pool], slots: Iterable[Slot]) ->
     """
     known: set[int] = set()
     for slot in slots:
-        grads = slot.output_grads.tensors if slot.output_grads is not None else ()
-        known.update(map(id, (*slot.inputs.tensors, *slot.outputs.tensors, *grads)))
-        known.update(map(id, slot.input_grads.tensors))
+        known.update(map(id, (*slot.loaded, *slot.outputs.tensors, *slot.input_grads.tensors)))
     # Functions of subclasses are bypassed: an uninitialized parameter of any module refuses them.
     with _looking, torch._C.DisableTorchFunction():
         if not _dangling(pools, known):

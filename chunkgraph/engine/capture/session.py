@@ -233,8 +233,7 @@ class Session:
 
     def isolated(self, c: int) -> Isolated:
         """Return chunk ``c``, set aside from training."""
-        leaves = self.aliases[c].leaves
-        return Isolated(self.chunks[c], self.sinks[c], leaves, self.maker)
+        return Isolated(self.chunks[c], self.sinks[c], self.aliases[c].leaves, self.maker)
 
 
 def _run(
@@ -538,22 +537,16 @@ def _report(session: Session, duration_ms: float) -> CaptureReport:
         slot_bytes=sum(pool.reserved_bytes for pool in pools.slot_pools),
         held_bytes=sum(held_bytes.values()),
         scratch_bytes=pools.scratch.reserved_bytes if pools.scratch else 0,
-        static_bytes=_num_bytes([t for slot in slots for t in _statics(slot)]),
+        static_bytes=_num_bytes([t for slot in slots for t in slot.loaded]),
         duration_ms=duration_ms,
         memsets_kept=session.backend.memsets_kept,
     )
 
 
-def _statics(slot: Slot) -> tuple[torch.Tensor, ...]:
-    """Return the tensors outside of pools that are loaded before replays."""
-    grads = slot.output_grads.tensors if slot.output_grads is not None else ()
-    return *slot.inputs.tensors, *grads
-
-
 def _footprint(slot: Slot, backend: GraphBackend, session: int) -> SlotFootprint:
     """Return the memory that a slot's graphs read and write, for the proof."""
     loaded, reads = AddressRanges(), AddressRanges()
-    for tensor in _statics(slot):
+    for tensor in slot.loaded:
         loaded = loaded | backend.storage_ranges(tensor)
     for graph in slot.graphs.values():
         reads = reads | graph.reads()

@@ -97,8 +97,7 @@ class Verifier(Observer):
         """
         received = AddressRanges()
         for slot in (slot for slots in self._graphs.slots for slot in slots):
-            grads = slot.output_grads.tensors if slot.output_grads is not None else ()
-            for tensor in (*slot.inputs.tensors, *grads):
+            for tensor in slot.loaded:
                 received |= self._backend.storage_ranges(tensor)
         memory = writable(self._chunks[c], self._graphs.warm_ups[key, c].written)
         return [t for t in memory if not self._backend.storage_ranges(t) & received]
