@@ -62,8 +62,7 @@ def run(args: argparse.Namespace) -> int:
     reasons = {use: f"needs {', '.join(n)} (see above)" if n else "" for use, n in missing.items()}
     if args.json is not None:
         uses = [{"name": u, "is_ready": not why, "reason": why} for u, why in reasons.items()]
-        items = [*map(asdict, findings), *uses]
-        content = json.dumps(items, indent=1)
+        content = json.dumps([*map(asdict, findings), *uses], indent=1)
         write_output("doctor: --json", args.json, f"{content}\n")
     if not prints_json(args):
         table = Table(box=None, pad_edge=False, show_header=False)

@@ -56,19 +56,21 @@ class TrainProgress:
 def report(config: Config, results: RunResults, json_file: Path | None) -> list[str]:
     """Print the closing table, write the results to the file, if any, and return the failures."""
     console = Console(file=stream_next_to(json_file), width=REPORT_WIDTH, highlight=False)
+    failures = find_failures(results)
     try:
-        return print_report(config, results, console)
+        print_report(config, results, failures, console)
     finally:  # although standard output may be on a full disk
         if json_file is not None:
-            failures = find_failures(results)
             facts = {"ok": not failures, "failures": failures}
             facts |= {"config": to_mapping(resolved(config)), **asdict(results)}
             write_output("--json", json_file, json.dumps(facts, indent=2) + "\n")
+    return failures
 
 
-def print_report(config: Config, results: RunResults, console: Console) -> list[str]:
-    """Print the table, the notes and the verdict; return the failures of the run."""
-    failures = find_failures(results)
+def print_report(
+    config: Config, results: RunResults, failures: list[str], console: Console
+) -> None:
+    """Print the table, the notes and the verdict on the failures of the run."""
     console.print(_table(config, results))
     console.print()
     for line in _notes(config, results):
@@ -81,7 +83,6 @@ def print_report(config: Config, results: RunResults, console: Console) -> list[
         console.print("OK, but nothing was captured", style="bold yellow")
     else:
         console.print("OK", style="bold green")
-    return failures
 
 
 def _table(config: Config, results: RunResults) -> Table:

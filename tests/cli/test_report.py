@@ -12,7 +12,7 @@ from rich.console import Console
 from chunkgraph.cli.report import TrainProgress, print_report, report
 from chunkgraph.errors import OutputError
 from chunkgraph.settings import load_config
-from chunkgraph.trainer.results import RunResults, StepResult
+from chunkgraph.trainer.results import RunResults, StepResult, find_failures
 
 CONFIG = Path(__file__).parents[2] / "configs" / "cpu" / "gpt_pp2_cpu.yaml"
 
@@ -52,10 +52,9 @@ STEP = StepResult(
 def report_of(*overrides: str, **changes: Any) -> str:
     results = replace(RESULTS, steps=[STEP], **changes)
     console = Console(width=80, highlight=False)
+    config = load_config(CONFIG, ["train.num_microbatches=[4]", *overrides])
     with console.capture() as capture:
-        print_report(
-            load_config(CONFIG, ["train.num_microbatches=[4]", *overrides]), results, console
-        )
+        print_report(config, results, find_failures(results), console)
     return capture.get()
 
 

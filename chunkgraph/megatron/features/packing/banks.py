@@ -87,8 +87,9 @@ class PackedBanks:
         self._banks: dict[PackedShape, list[PackedBank]] = {}
         with_seqs = ", {} sequences" if self.has_fewer_sequences else ""
         for shape in self.shapes:
-            group = groups and groups.of(shape.context_parallel_size)
-            name = _name_of_size(shape) if groups else f"{shape.max_packed_tokens} tokens"
+            size, tokens = shape.context_parallel_size, f"{shape.max_packed_tokens} tokens"
+            group = groups and groups.of(size)
+            name = f"CP {size} with {shape.tokens_per_rank} tokens a rank" if groups else tokens
             self._banks[shape] = [
                 PackedBank(
                     replace(shape, max_packed_seqs=seqs), group, f"{name}{with_seqs.format(seqs)}"
@@ -242,7 +243,3 @@ class PackedBanks:
         if not isinstance(bank, PackedBank) or bank not in self.keys:
             return kwargs
         return with_cut_offsets(kwargs, self.seq_counts[0], bank.shape.max_packed_seqs)
-
-
-def _name_of_size(shape: PackedShape) -> str:
-    return f"CP {shape.context_parallel_size} with {shape.tokens_per_rank} tokens a rank"
