@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 from toys import Apply, capture, train
 
 from chunkgraph.engine import ChunkGraphs
@@ -161,6 +162,30 @@ def test_a_refused_capture_adds_to_no_unknown_leaf(backend: GraphBackend) -> Non
     with pytest.raises(CaptureError, match="neither arguments nor among its parameters"):
         capture(closing, rows(backend), backend=backend)
     assert torch.equal(extra.grad, torch.ones_like(extra))
+
+
+@pytest.mark.parametrize("kept", ["parameter", "tensor", "in a tuple"])
+def test_unknown_leaves_in_reentrant_checkpoints_are_refused(
+    backend: GraphBackend, kept: str
+) -> None:
+    """As after ``load_state_dict(assign=True)``, where a list keeps the parameter of before."""
+    extra = nn.Parameter(torch.randn(WIDTH, device=backend.device))
+    value = extra.detach().requires_grad_() if kept == "tensor" else extra
+    value.grad = torch.ones_like(value)
+    other = nn.Parameter(torch.ones(WIDTH, device=backend.device))  # not used: no concern
+    held: Any = [(value, other)] if kept == "in a tuple" else [[value, other]]
+
+    def run(module: Any, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y: module.linear(y * module.held[0][0]), x, use_reentrant=True)
+
+    module = Apply(run, linear=nn.Linear(WIDTH, WIDTH))
+    module.held = held
+    x = rows(backend).requires_grad_()
+    with pytest.raises(CaptureError, match=r"lose their gradients"):
+        capture(module, x, backend=backend)
+    assert torch.equal(value.grad, torch.ones_like(value))
+    module.held[0] = (torch.ones(WIDTH, device=backend.device), other, value)
+    train(capture(module, x, backend=backend), x)
 
 
 class Unusable(torch.Tensor):

@@ -35,10 +35,7 @@ def nodes_below(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def leaves_below(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the leaves below ``outputs``, each once.
-
-    Leaves that are reached only through recomputation are not seen before the backward.
-    """
+    """Return the leaves below ``outputs``, each once."""
     leaves = [getattr(node, "variable", None) for node in nodes_below(outputs)]
     own = [t for t in outputs if t.grad_fn is None and t.requires_grad]
     return list({id(t): t for t in (*leaves, *own) if t is not None}.values())

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from chunkgraph.engine.capture.output_gradients import leaves_below
+from chunkgraph.engine.capture.restore import tensors_kept
 from chunkgraph.engine.chunk import Chunk
 from chunkgraph.engine.module_tree import entries
 from chunkgraph.engine.tree import Call, argument_paths
@@ -42,21 +43,19 @@ def refuse_without_backward(
             "backward to capture, though it has parameters to train. Return tuples, lists or dicts "
             "of tensors that are not detached, or freeze its parameters."
         )
-    refuse_undeclared(chunk, outputs, declared)
+    refuse_undeclared(chunk, leaves_below(outputs), declared)
 
 
 def refuse_undeclared(
-    chunk: Chunk, outputs: Sequence[torch.Tensor], declared: Iterable[torch.Tensor]
+    chunk: Chunk, leaves: Iterable[torch.Tensor], declared: Iterable[torch.Tensor]
 ) -> None:
-    """Refuse leaves below ``outputs`` that take a gradient and are not among ``declared``.
-
-    A leaf reached only through recomputation does not show before its backward.
+    """Refuse ``leaves`` that take a gradient and are not among ``declared``.
 
     Raises:
         CaptureError: there are such leaves; the message names them.
     """
     known = set(map(id, declared))
-    lost = [leaf for leaf in leaves_below(outputs) if id(leaf) not in known]
+    lost = [leaf for leaf in leaves if id(leaf) not in known]
     if lost:
         from torch.distributed.fsdp import FSDPModule
 
@@ -73,13 +72,18 @@ def refuse_undeclared(
         )
 
 
+def hidden_leaves(chunk: Chunk, declared: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the leaves that modules keep besides ``declared``. Recomputation may use them."""
+    known = set(map(id, (*chunk.parameters, *declared)))
+    with torch._C.DisableTorchFunction():
+        kept = [t for t in tensors_kept(chunk) if t.requires_grad and id(t) not in known]
+        return [t for t in kept if not t._is_view() and t.is_leaf]
+
+
 def _described(chunk: Chunk, tensors: Sequence[torch.Tensor]) -> list[str]:
     """Return the names of tensors in the chunk's module, with their shapes."""
-    ids = set(map(id, tensors))
-    names: dict[int, str] = {}
-    for _, _, value, name in entries(chunk.module, chunk.module_name) if chunk.module else ():
-        if id(value) in ids:
-            names.setdefault(id(value), f"{name}: ")
+    found = entries(chunk.module, chunk.module_name) if chunk.module is not None else ()
+    names = {id(value): f"{name}: " for _, _, value, name in found}
     return [f"{names.get(id(t), '')}{tuple(t.shape)} {t.dtype}" for t in tensors]
 
 

@@ -188,7 +188,7 @@ def _regions(chunk: Chunk) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     by_place: dict[tuple[object, ...], torch.Tensor] = {}
     of_parameters: set[int] = set()
     with _disable_current_modes(), torch._C.DisableTorchFunction():
-        for tensor in _tensors(chunk):
+        for tensor in tensors_kept(chunk):
             if not has_memory(tensor):
                 continue
             if isinstance(tensor, nn.Parameter):
@@ -205,7 +205,8 @@ def _regions(chunk: Chunk) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return lists
 
 
-def _tensors(chunk: Chunk) -> Iterable[torch.Tensor]:
+def tensors_kept(chunk: Chunk) -> Iterable[torch.Tensor]:
+    """Yield the chunk's parameters and buffers, and what its modules keep, perhaps repeatedly."""
     yield from chunk.parameters
     yield from chunk.buffers
     for _, _, value, _ in entries(chunk.module) if chunk.module is not None else ():

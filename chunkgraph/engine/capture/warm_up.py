@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from chunkgraph.engine.capture.accumulate import collecting
 from chunkgraph.engine.capture.dangling import move_out
 from chunkgraph.engine.capture.layers import LayerWatch
-from chunkgraph.engine.capture.refusals import refuse_undeclared
+from chunkgraph.engine.capture.output_gradients import leaves_below
+from chunkgraph.engine.capture.refusals import hidden_leaves, refuse_undeclared
 from chunkgraph.engine.capture.restore import restoring_writes
 from chunkgraph.engine.capture.saved import saved_tensors
 from chunkgraph.engine.capture.self_test import Measured, Noise, check_passes
@@ -89,7 +91,7 @@ def warm_up(
                     call.forward()
                 held_bytes = backend.allocated_bytes() - before
                 marks = [log.num_events()]
-                refuse_undeclared(chunk, call.outputs, [*call.inputs, *leaves])
+                refuse_undeclared(chunk, leaves_below(call.outputs), [*call.inputs, *leaves])
                 drawn = backend.default_generator, *host.generators()
                 measured = Measured.of(call.leaves, chunk.buffers, drawn)
                 measured = measured.with_saved(saved_tensors(call.leaves, layers))
@@ -123,9 +125,12 @@ def _run_backward(own: Isolated, call: Pass) -> tuple[tuple[int, ...], list[torc
     chunk, leaves, order = own.chunk, own.leaves, GradientOrder()
     if not chunk.has_backward:
         return (), []
-    program = program_of(chunk)
+    program, hidden = program_of(chunk), hidden_leaves(chunk, [*call.inputs, *leaves])
     with own.sinks.summing(leaves, order) as (sums, totals), call.gradients.casting():
-        with program.run_backward(chunk, call.sample, leaves, sums.add):
+        with (
+            collecting(hidden, lambda i, _: refuse_undeclared(chunk, [hidden[i]], ())),
+            program.run_backward(chunk, call.sample, leaves, sums.add),
+        ):
             call.backward()
         sums.finish()
         if chunk.end_of_backward is not None:
