@@ -124,8 +124,9 @@ def _gain(eager: Run, chunk: Run) -> str:
 
 def _equality(run: Run, eager: Run, again: Run) -> str:
     """Return whether a run is equal to eager training, or as far from it as that from itself."""
-    if run["values"] == eager["values"]:
-        return f"{run['name']}: all losses and gradient norms equal eager ones to the last bit."
+    for other, those in ((eager, "eager ones"), (again, "those of a second eager run")):
+        if run["values"] == other["values"]:
+            return f"{run['name']}: all losses and gradient norms equal {those} to the last bit."
     gap, spread = min(_distance(run, one) for one in (eager, again)), _distance(again, eager)
     step = _num_equal(run, eager) + 1
     line = f"{run['name']} differs from eager training from step {step} on, by {gap:.1e}"

@@ -83,6 +83,7 @@ def test_equal_and_faster_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([3.0, 2.0], [3.0, 2.5], 1, "from step 2 on, by 2.0e-01; eager training repeats itself."),
         ([3.0, 2.4], [3.0, 2.0], 0, "within twice its spread, 2.0e-01"),
         ([3.0, 1.0], [3.0, 2.4], 0, "NOT within twice its spread, 4.0e-02"),
+        ([3.0, 2.0], [3.0, 2.0], 0, "norms equal those of a second eager run to the last bit."),
         ([3.0, 2.5], None, 0, "equal eager ones to the last bit"),
         ([3.0, float("nan")], [3.0, 2.5], 1, "from step 2 on, by inf"),
     ],

@@ -41,7 +41,6 @@ from chunkgraph.graphs.random_state import draws
 
 _WATCHED = "chunkgraph.engine.split"  # a key in the metadata of autograd's nodes
 
-
 _Maker = Literal["outside", "forward", "backward"]
 
 
