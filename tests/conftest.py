@@ -9,6 +9,7 @@ import gc
 import importlib
 import importlib.util
 import itertools
+import math
 import os
 import shutil
 import signal
@@ -111,7 +112,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Let at most as many tests of parallel processes use a GPU as it has seats.
 
-    A test that runs in the test process uses the first GPU and takes no seat.
+    Where ranks share GPUs, each rank takes a seat: it has a context and memory of its own. A test
+    that runs in the test process uses the first GPU and takes no seat.
 
     This hook is the outermost one: waiting for GPUs must not count against a test's time limit.
     """
@@ -120,8 +122,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         with hard_limit(_limit_s(item)):
             return (yield)
     gpus = _visible_gpus()
-    if needed > len(gpus):
-        needed = len(gpus)  # several ranks share each
+    each = 1
+    if needed > len(gpus) > 0:
+        needed, each = len(gpus), math.ceil(needed / len(gpus))
     # This process itself uses the first one: CUDA has begun here, and ignores a later choice.
     here = None if item.get_closest_marker("multigpu") else item.get_closest_marker("gpu")
     if here is not None and here.kwargs.get("in_process", not item.get_closest_marker("megatron")):
@@ -132,7 +135,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     seats = int(os.environ.get("CHUNKGRAPH_TESTS_PER_GPU", "0")) or max(1, cores * 3 // 4)
     with (
         pytest.MonkeyPatch.context() as environment,
-        gpus_held(needed, gpus, folder, alone=bool(alone), seats=seats) as held,
+        gpus_held(needed, gpus, folder, alone=bool(alone), seats=seats, each=each) as held,
         hard_limit(_limit_s(item)),
     ):
         if held:
@@ -166,9 +169,15 @@ def _limit_s(item: pytest.Item) -> float:
 
 @contextlib.contextmanager
 def gpus_held(
-    num: int, gpus: Sequence[str], folder: Path, *, alone: bool = False, seats: int = 1
+    num: int,
+    gpus: Sequence[str],
+    folder: Path,
+    *,
+    alone: bool = False,
+    seats: int = 1,
+    each: int = 1,
 ) -> Iterator[list[str]]:
-    """Wait for ``num`` of these GPUs, which ``seats`` test processes at most then use.
+    """Wait for ``each`` of the ``seats`` of ``num`` of these GPUs.
 
     Args:
         num: number of GPUs, taken from the end of the list; 0: the first one, without a seat.
@@ -176,10 +185,11 @@ def gpus_held(
         gpus: as CUDA_VISIBLE_DEVICES names them.
         folder: where the lock files are.
         alone: where ``num`` is 0: share the GPU with no test, with a seat or without.
-        seats: how many tests with ``num`` above 0 may use a GPU at once.
+        seats: number of seats of each GPU.
+        each: number of seats to take; above 1, ``num`` is the number of GPUs, or 0.
     """
     lock = f"chunkgraph-test-gpu-{os.getuid()}-{{}}.lock".format
-    seats = max(1, seats)
+    seats, num_seats = max(each, seats), num * each
     held: list[str] = []
     with contextlib.ExitStack() as locks:
         # One test waits at a time; otherwise one that needs all GPUs would never get them.
@@ -187,9 +197,9 @@ def gpus_held(
             _lock(queue, folder / lock("queue"), fcntl.LOCK_EX)
             if num == 0 and gpus:
                 _lock(locks, folder / lock(gpus[0]), fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-            while len(held) < num <= len(gpus):
+            while len(held) < num_seats and num <= len(gpus):
                 for seat, gpu in itertools.product(range(seats), reversed(gpus)):
-                    if len(held) == num or gpu in held:
+                    if len(held) == num_seats or held.count(gpu) == each:
                         continue
                     with contextlib.ExitStack() as both:
                         if _lock(both, folder / lock(f"{gpu}-{seat}")) and _lock(
@@ -197,9 +207,9 @@ def gpus_held(
                         ):
                             locks.enter_context(both.pop_all())
                             held.append(gpu)
-                if len(held) < num:
+                if len(held) < num_seats:
                     time.sleep(0.05)
-        yield sorted(held, key=gpus.index)
+        yield sorted({*held}, key=gpus.index)
 
 
 def _num_gpus_needed(item: pytest.Item) -> int:
