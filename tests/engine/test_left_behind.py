@@ -164,13 +164,14 @@ def test_a_refused_capture_adds_to_no_unknown_leaf(backend: GraphBackend) -> Non
     assert torch.equal(extra.grad, torch.ones_like(extra))
 
 
-@pytest.mark.parametrize("kept", ["parameter", "tensor", "in a tuple"])
+@pytest.mark.parametrize("kept", ["parameter", "tensor", "view", "in a tuple"])
 def test_unknown_leaves_in_reentrant_checkpoints_are_refused(
     backend: GraphBackend, kept: str
 ) -> None:
     """As after ``load_state_dict(assign=True)``, where a list keeps the parameter of before."""
     extra = nn.Parameter(torch.randn(WIDTH, device=backend.device))
-    value = extra.detach().requires_grad_() if kept == "tensor" else extra
+    kinds = {"tensor": extra.detach().clone(), "view": extra.detach()[:]}
+    value = kinds.get(kept, extra).requires_grad_()
     value.grad = torch.ones_like(value)
     other = nn.Parameter(torch.ones(WIDTH, device=backend.device))  # not used: no concern
     held: Any = [(value, other)] if kept == "in a tuple" else [[value, other]]
@@ -186,6 +187,29 @@ def test_unknown_leaves_in_reentrant_checkpoints_are_refused(
     assert torch.equal(value.grad, torch.ones_like(value))
     module.held[0] = (torch.ones(WIDTH, device=backend.device), other, value)
     train(capture(module, x, backend=backend), x)
+
+
+def test_leaves_that_a_module_keeps_and_does_not_train_are_left_alone() -> None:
+    """Such as a former model that gave its weights back, and a layer for later."""
+    former, critic = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    for kept in (former, critic):
+        kept(torch.ones(2, WIDTH)).sum().backward()
+    for parameter in former.parameters():
+        parameter.data = torch.empty(0)
+    model = nn.Linear(WIDTH, WIDTH)
+    view = torch.ones(2, 2, requires_grad=True).mul(1).unbind()[0]
+    with torch.no_grad():
+        view.mul_(2)  # now torch refuses to say whether it is a leaf
+    model.kept = [former, nn.LazyLinear(3), critic, view]  # type: ignore[assignment]
+    parameters = [*former.parameters(), *critic.parameters()]
+    grads = [(p.grad, p.grad.clone()) for p in parameters if p.grad is not None]
+    x = torch.ones(2, WIDTH)
+    train(capture(model, x, backend=RecorderBackend()), x)
+    for parameter, (grad, copy) in zip(parameters, grads, strict=True):
+        assert parameter.grad is grad
+        assert torch.equal(grad, copy)
+        assert not parameter._backward_hooks
+        assert not parameter._post_accumulate_grad_hooks
 
 
 class Unusable(torch.Tensor):

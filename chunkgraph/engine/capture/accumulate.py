@@ -225,7 +225,7 @@ def receiver(
 
 @contextmanager
 def collecting(
-    leaves: Sequence[torch.Tensor], take: Callable[[int, torch.Tensor], None]
+    leaves: Sequence[nn.Parameter], take: Callable[[int, torch.Tensor], None]
 ) -> Iterator[None]:
     """Pass each gradient that autograd computes for a leaf in this block to ``take``.
 
@@ -233,7 +233,7 @@ def collecting(
     new gradient without a copy only then. On exit it is restored.
 
     Args:
-        leaves: such as parameters, or their aliases.
+        leaves: parameters, or their aliases.
         take: called with the index of the leaf and one new gradient.
     """
 

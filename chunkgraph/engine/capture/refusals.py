@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,12 +74,31 @@ def refuse_undeclared(
         )
 
 
-def hidden_leaves(chunk: Chunk, declared: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the leaves that modules keep besides ``declared``. Recomputation may use them."""
+@contextmanager
+def refusing_hidden(chunk: Chunk, declared: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Refuse an eager pass that leaves gradients in leaves that are not among ``declared``.
+
+    Looks at what modules keep, since only a reentrant checkpoint may use it. Restores gradients.
+    """
     known = set(map(id, (*chunk.parameters, *declared)))
+    lost: list[torch.Tensor] = []
+    before: dict[torch.Tensor, Any] = {}  # gradients, with their versions and copies
     with torch._C.DisableTorchFunction():
-        kept = [t for t in tensors_kept(chunk) if t.requires_grad and id(t) not in known]
-        return [t for t in kept if not t._is_view() and t.is_leaf]
+        for t in tensors_kept(chunk):
+            with suppress(RuntimeError):  # a view whose base has changed is no leaf
+                if t.requires_grad and t.is_leaf and id(t) not in known:
+                    before[t] = (t.grad, 0, None)
+                    if t.grad is not None:
+                        before[t] = (t.grad, t.grad._version, t.grad.clone())
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for leaf, (grad, version, copy) in before.items():
+                if leaf.grad is not grad or getattr(grad, "_version", 0) != version:
+                    lost.append(leaf)
+                    leaf.grad = grad if grad is None else grad.copy_(copy)
+    refuse_undeclared(chunk, lost, ())
 
 
 def _described(chunk: Chunk, tensors: Sequence[torch.Tensor]) -> list[str]:

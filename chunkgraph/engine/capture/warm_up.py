@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkgraph.engine.capture.accumulate import collecting
 from chunkgraph.engine.capture.dangling import move_out
 from chunkgraph.engine.capture.layers import LayerWatch
 from chunkgraph.engine.capture.output_gradients import leaves_below
-from chunkgraph.engine.capture.refusals import hidden_leaves, refuse_undeclared
+from chunkgraph.engine.capture.refusals import refuse_undeclared, refusing_hidden
 from chunkgraph.engine.capture.restore import restoring_writes
 from chunkgraph.engine.capture.saved import saved_tensors
 from chunkgraph.engine.capture.self_test import Measured, Noise, check_passes
@@ -79,6 +78,7 @@ def warm_up(
         sinks.clear()
         backend.release_cached_memory()  # else blocks that the last pass split add to the peak
         with (
+            refusing_hidden(chunk, leaves),
             backend.on_capture_stream(),
             backend.preserve_random_state(host.generators()),
             host.preserving(),
@@ -125,12 +125,9 @@ def _run_backward(own: Isolated, call: Pass) -> tuple[tuple[int, ...], list[torc
     chunk, leaves, order = own.chunk, own.leaves, GradientOrder()
     if not chunk.has_backward:
         return (), []
-    program, hidden = program_of(chunk), hidden_leaves(chunk, [*call.inputs, *leaves])
+    program = program_of(chunk)
     with own.sinks.summing(leaves, order) as (sums, totals), call.gradients.casting():
-        with (
-            collecting(hidden, lambda i, _: refuse_undeclared(chunk, [hidden[i]], ())),
-            program.run_backward(chunk, call.sample, leaves, sums.add),
-        ):
+        with program.run_backward(chunk, call.sample, leaves, sums.add):
             call.backward()
         sums.finish()
         if chunk.end_of_backward is not None:
