@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,7 +21,13 @@ from chunkgraph.errors import ReplayMismatchError
 if TYPE_CHECKING:
     from chunkgraph.engine.capture.output_gradients import BackwardSample
 
-flatten, unflatten = tree_flatten, tree_unflatten
+
+def _is_size(value: Any) -> bool:
+    """Return whether ``value`` is a leaf of which torch would make a tuple."""
+    return isinstance(value, torch.Size)
+
+
+flatten, unflatten = partial(tree_flatten, is_leaf=_is_size), tree_unflatten
 
 
 @dataclass(frozen=True)
@@ -109,12 +116,13 @@ class Call:
 
     def named_leaves(self) -> list[tuple[str, Any]]:
         """Return each leaf with its path, as the caller would write it."""
-        return [(_path(path), leaf) for path, leaf in tree_flatten_with_path(self.arguments())[0]]
+        found, _ = tree_flatten_with_path(self.arguments(), is_leaf=_is_size)
+        return [(_path(path), leaf) for path, leaf in found]
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Flatten positional and keyword arguments of a call."""
-    return Call(*tree_flatten((args, kwargs)))
+    return Call(*flatten((args, kwargs)))
 
 
 def distinct_tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
@@ -201,7 +209,7 @@ class Signature:
         if self._is_flat and len(args) == self._num_args and kwargs.keys() == self._keywords:
             leaves: Sequence[Any] = (*args, *map(kwargs.__getitem__, self._names))
         else:
-            leaves, spec = tree_flatten((args, kwargs))
+            leaves, spec = flatten((args, kwargs))
             if spec != self._spec:
                 raise self._other_arguments(args, kwargs)
         tensors = [*map(leaves.__getitem__, self._firsts)]

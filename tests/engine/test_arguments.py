@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from toys import capture
+from toys import Apply, capture
 
 from chunkgraph.engine import ChunkGraphs
 from chunkgraph.errors import CaptureError, ReplayMismatchError
@@ -130,6 +130,21 @@ def test_what_cannot_be_compared_is_refused_before_the_capture(value: Any, named
 def test_a_forward_that_changes_an_argument_is_refused() -> None:
     with pytest.raises(CaptureError, match="changes the contents of an argument"):
         captured(Layer(lambda log: log.append(1) or 1.0), x(), [])
+
+
+def test_sizes_are_plain_values() -> None:
+    x = torch.ones(3, 4)
+    module = Apply(lambda m, x, size: (m.linear(x).view(size), x.shape), linear=nn.Linear(4, 2))
+    graphs = ChunkGraphs(module, 1, backend=RecorderBackend())
+    for _ in range(2):
+        with graphs.step(1):
+            output, size = graphs.callables[0](x, torch.Size([2, 3]))
+            output.sum().backward()
+        assert output.shape == (2, 3)
+        assert isinstance(size, torch.Size)
+    assert graphs.counters.replays == 1
+    with graphs.step(1), pytest.raises(ReplayMismatchError, match="argument 1: captured"):
+        graphs.callables[0](x, torch.Size([3, 2]))
 
 
 def test_a_sparse_tensor_is_refused() -> None:
