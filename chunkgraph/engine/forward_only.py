@@ -161,7 +161,8 @@ class ForwardOnlySteps:
         return repr([*map(dict.get, *self._places)])
 
     def _new_graphs(self) -> ChunkGraphs:
-        return self._new([_evaluated(chunk) for chunk in self._chunks], self.counters)
+        with torch.inference_mode(False):  # it needs nodes of autograd
+            return self._new([_evaluated(chunk) for chunk in self._chunks], self.counters)
 
     def _warn_of_shapes(self) -> None:
         if not self._has_warned:

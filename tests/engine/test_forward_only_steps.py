@@ -200,6 +200,16 @@ def test_shapes_that_never_come_again_are_not_captured() -> None:
     assert len(graphs.forward_only._kinds) == 16
 
 
+def test_steps_begin_in_inference_mode() -> None:
+    model = nn.Linear(4, 4)
+    graphs = ChunkGraphs(model, 1, backend=RecorderBackend())
+    x = torch.ones(2, 4)
+    for _ in range(3):
+        with torch.inference_mode(), graphs.step(1, forward_only=True):
+            assert torch.equal(graphs.callables[0](x), model(x))
+    assert graphs.forward_only.counters.replays == 2
+
+
 def test_calls_with_gradients_are_eager() -> None:
     module, graphs = linear()
     x = torch.randn(3, 4)
