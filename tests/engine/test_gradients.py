@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -152,6 +153,28 @@ def test_gradients_may_lie_in_a_flat_buffer(backend: GraphBackend) -> None:
 
 
 # Parameters whose gradients come from several engines or chunks.
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10 has it first")
+def test_each_gradient_is_rounded_to_a_narrower_dtype(backend: GraphBackend) -> None:
+    """Not their sum, which has other bits."""
+    grads: list[list[torch.Tensor]] = []
+    for uses_graphs in (False, True):
+        torch.manual_seed(0)
+        module = nn.Linear(8, 8).to(backend.device)
+        for parameter in module.parameters():
+            parameter.grad_dtype = torch.bfloat16
+        inputs = [torch.randn(4, 8, device=backend.device) for _ in range(3)]
+        call: Callable[..., torch.Tensor] = module
+        if uses_graphs:
+            graphs = capture(module, inputs[0], backend=backend, num_slots=3)
+            call = graphs.callables[0]
+        with graphs.step(3) if uses_graphs else nullcontext():
+            for x in inputs:
+                call(x).square().sum().backward()
+        grads.append([p.grad for p in module.parameters() if p.grad is not None])
+    assert grads[0][0].dtype == torch.bfloat16
+    assert all_equal(*grads)
 
 
 def test_two_engines_may_share_a_parameter_in_turn(backend: GraphBackend) -> None:

@@ -108,4 +108,7 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
     alias = nn.Parameter(parameter.detach(), requires_grad=True)
     # main_grad and the marks that Megatron and Transformer Engine leave on parameters.
     alias.__dict__.update(parameter.__dict__)
+    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+    if dtype.itemsize < parameter.dtype.itemsize:  # eager rounds each gradient, not their sum
+        alias.grad_dtype = dtype
     return alias
