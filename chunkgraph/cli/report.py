@@ -46,12 +46,6 @@ class TrainProgress:
         note = f"{counted(record.num_microbatches, 'microbatch')}, loss {record.loss:.6f}"
         self._print(f"{_PHASES[phase]}: step {record.step + 1}/{self._num_steps}  {note}")
 
-    def capture(self, num_captured: int, num_graphs: int, free_bytes: int | None) -> None:
-        """Show half of the captured graphs, and all."""
-        if num_captured in (num_graphs // 2, num_graphs):
-            note = "" if free_bytes is None else f"  {free_bytes / 2**30:.1f} GiB left"
-            self._print(f"chunk graphs: graph {num_captured}/{num_graphs}{note}")
-
 
 def report(config: Config, results: RunResults, json_file: Path | None) -> list[str]:
     """Print the closing table, write the results to the file, if any, and return the failures."""

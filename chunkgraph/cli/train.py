@@ -107,7 +107,7 @@ def _train(config: Config, *, is_first: bool, debug: bool) -> RunResults:
             from chunkgraph.trainer.setup import training_process
 
             device = stack.enter_context(training_process(config))
-        return train(config, device, on_step=progress.step, on_capture=progress.capture)
+        return train(config, device, on_step=progress.step)
 
 
 def _check_world_size(config: Config, num_ranks: int) -> None:

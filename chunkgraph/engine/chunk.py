@@ -154,9 +154,6 @@ class Chunk:
         return f"one of shape {tuple(parameter.shape)}"
 
 
-OnCapture = Callable[[int, int, int | None], None]
-"""A function called after every graph with the graphs captured, all graphs, and the free bytes."""
-
 VerifyMode = Literal["none", "poison", "shadow"]
 
 _NO, _YES = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
@@ -264,16 +261,12 @@ class Host:
 
     Args:
         generators: the random generators that the chunks draw from, besides the default one.
-        progress: called after every captured graph; see `progress`.
     """
 
     _generators: Sequence[torch.Generator] = ()
-    _progress: OnCapture | None = None
 
-    def __init__(
-        self, generators: Sequence[torch.Generator] = (), progress: OnCapture | None = None
-    ) -> None:
-        self._generators, self._progress = tuple(generators), progress
+    def __init__(self, generators: Sequence[torch.Generator] = ()) -> None:
+        self._generators = tuple(generators)
 
     def preserving(self) -> AbstractContextManager[object]:
         """Enclose a capture session or an eager pass of ``verify``; restore host-side state."""
@@ -300,14 +293,3 @@ class Host:
     def generators(self) -> Sequence[torch.Generator]:
         """Return the random generators that the chunks draw from, besides the default one."""
         return self._generators
-
-    def progress(self, num_done: int, num_graphs: int, free_bytes: int | None) -> None:
-        """Follow a session: called after every captured graph.
-
-        Args:
-            num_done: graphs captured so far.
-            num_graphs: graphs of the session.
-            free_bytes: bytes left on the device; None: unknown.
-        """
-        if self._progress is not None:
-            self._progress(num_done, num_graphs, free_bytes)

@@ -95,7 +95,7 @@ class Capturer:
     def _capture_together(self, make_samples: MakeSamples) -> JointCapture:
         """Capture on this rank, and exchange the outcome with all ranks, unless one is lost."""
         lockstep = Lockstep(self.agree, has_limit=self.settings.limit is not None)
-        progress = _Progress(self.settings)
+        progress = _Progress()
         label = rank_label(self.chunks)
         own_error: ChunkGraphError | None = None
         captured: GraphSet | None = None
@@ -252,14 +252,12 @@ class Lockstep:
 class _Progress:
     """Follow one session of this rank, to explain where it failed."""
 
-    def __init__(self, settings: SessionSettings) -> None:
+    def __init__(self) -> None:
         self.layers = LayerWatch()
-        self._host = settings.host
         self._num_done = self._num_graphs = 0
 
-    def __call__(self, num_done: int, num_graphs: int, free_bytes: int | None) -> None:
+    def __call__(self, num_done: int, num_graphs: int) -> None:
         self._num_done, self._num_graphs = num_done, num_graphs
-        self._host.progress(num_done, num_graphs, free_bytes)
 
     def explain(self, error: Exception, label: str) -> ChunkGraphError:
         """Return the error to report, with the layer and, out of memory, the graphs captured."""

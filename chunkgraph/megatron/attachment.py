@@ -49,7 +49,6 @@ from chunkgraph.settings import StashConfig
 from chunkgraph.settings.rule import check
 
 if TYPE_CHECKING:
-    from chunkgraph.engine.chunk import OnCapture
     from chunkgraph.graphs import GraphBackend
 
 __all__ = ["MegatronChunkGraphs", "attach", "config_of", "eager_driver"]
@@ -67,7 +66,6 @@ def attach(  # the options of a job, as keywords
     features: Iterable[type[Feature]] = FEATURES,
     num_slots: Sequence[int] | None = None,
     backend: GraphBackend | None = None,
-    progress: OnCapture | None = None,
     shares_memory_with: MegatronChunkGraphs | None = None,
 ) -> MegatronChunkGraphs:
     """Attach chunk graphs to every chunk of this rank's model.
@@ -104,9 +102,6 @@ def attach(  # the options of a job, as keywords
         num_slots: Number of slots of each chunk. The default suffices for any number of
             microbatches at this rank's place in the pipeline.
         backend: Graph backend. The default depends on the parameters' device.
-        progress: Callback after every captured graph. It receives the number of captured graphs,
-            the number of all graphs of this rank, and the free bytes of the device (None if
-            unknown).
         shares_memory_with: Graphs of another model whose steps never overlap with those of this
             one, such as the policy of a reference model. Slots and scratch of both lie in the same
             memory, and both sleep together.
@@ -144,7 +139,7 @@ def attach(  # the options of a job, as keywords
                 kind.prepare(site, undo)
             site.find_parts()
             own = (kind.of(site, undo) for kind in kinds)
-            installed = Features((feature for feature in own if feature is not None), progress)
+            installed = Features(feature for feature in own if feature is not None)
             graphs = MegatronChunkGraphs(site, installed, undo, backend, shares_memory_with)
             failure.callback(graphs.detach)
             for part in site.parts:

@@ -16,7 +16,6 @@ import torch
 
 from chunkgraph import engine
 from chunkgraph.engine import Agree, Chunk, Host, StepMode
-from chunkgraph.engine.chunk import OnCapture
 from chunkgraph.errors import VerifyError
 from chunkgraph.megatron.core.random_state import graph_safe_generators
 from chunkgraph.settings.rule import Rule
@@ -141,15 +140,14 @@ class Features(Host):
 
     Args:
         features: The features in order.
-        progress: Called after every captured graph; see `Host.progress`.
 
     Attributes:
         limited: Those that may have no room in a step.
         plans: The plans of packed steps; None if documents are not packed.
     """
 
-    def __init__(self, features: Iterable[Feature], progress: OnCapture | None = None) -> None:
-        super().__init__(progress=progress)
+    def __init__(self, features: Iterable[Feature]) -> None:
+        super().__init__()
         self._all = tuple(features)
         self.limited = tuple(f for f in self._all if isinstance(f, LimitedFeature))
         self.plans = next((f.plans for f in self._all if f.plans is not None), None)

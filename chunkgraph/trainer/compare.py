@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from chunkgraph.engine.bits import same_bits
-from chunkgraph.engine.chunk import OnCapture
 from chunkgraph.megatron.core.access import versions
 from chunkgraph.megatron.features.experts.feature import dropped_tokens
 from chunkgraph.megatron.features.experts.room import factor_for_all
@@ -56,7 +55,6 @@ def run_training(
     *,
     use_graphs: bool,
     on_step: Callable[[StepRecord], None] = lambda _: None,
-    on_capture: OnCapture | None = None,
     **model_options: Any,
 ) -> TrainingRun:
     """Build the model from the seed, train every step of ``config``, and free the model.
@@ -66,7 +64,6 @@ def run_training(
         device: this rank's device; process groups must be initialized.
         use_graphs: whether to attach chunk graphs.
         on_step: callback after every step.
-        on_capture: callback after every captured graph.
         model_options: more arguments of `build_model`.
     """
     if device.type == "cuda":
@@ -78,7 +75,7 @@ def run_training(
         model = TrainedModel(config, device, **model_options)
         stack.callback(model.close)
         if use_graphs:
-            model.attach_graphs(on_capture)
+            model.attach_graphs()
         else:
             model.train_eagerly()
         steps: list[StepRecord] = []
@@ -160,7 +157,6 @@ def train(
     device: torch.device,
     *,
     on_step: Callable[[str, StepRecord], None] = lambda *_: None,
-    on_capture: OnCapture | None = None,
     eager: TrainingRun | None = None,
     **model_options: Any,
 ) -> RunResults:
@@ -182,7 +178,6 @@ def train(
         device,
         use_graphs=config.capture.enabled,
         on_step=partial(on_step, "chunk"),
-        on_capture=on_capture,
         **model_options,
     )
     expected = {} if eager is None else eager.parameters

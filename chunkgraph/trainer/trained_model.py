@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from chunkgraph.engine import CaptureOptions
-from chunkgraph.engine.chunk import OnCapture
 from chunkgraph.engine.observer import Counters
 from chunkgraph.megatron.attachment import MegatronChunkGraphs, attach, config_of, eager_driver
 from chunkgraph.megatron.core.access import import_megatron
@@ -135,8 +134,8 @@ class TrainedModel:
         if batches.banks.groups is not None:
             self._undo.callback(follow_groups(self.chunks, batches.banks.groups))
 
-    def attach_graphs(self, on_capture: OnCapture | None = None) -> MegatronChunkGraphs:
-        """Attach chunk graphs as configured; call ``on_capture`` after every captured graph."""
+    def attach_graphs(self) -> MegatronChunkGraphs:
+        """Attach chunk graphs as configured."""
         config = self.config
         self.graphs = attach(
             self.chunks,
@@ -144,7 +143,6 @@ class TrainedModel:
             options=CaptureOptions(**config.capture.options),
             packing=self.batches.banks,
             schedule=config.pipeline.schedule,
-            progress=on_capture,
             token_drops=config.moe.token_drops,
             stash=config.stash,
         )

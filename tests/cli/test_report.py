@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from chunkgraph.cli.report import TrainProgress, print_report, report
+from chunkgraph.cli.report import print_report, report
 from chunkgraph.errors import OutputError
 from chunkgraph.settings import load_config
 from chunkgraph.trainer.results import RunResults, StepResult, find_failures
@@ -75,17 +75,6 @@ def test_a_run_without_captures_is_not_simply_ok() -> None:
     text = report_of("train.compare=none", capture_sessions=0)
     assert "nothing was captured: every step ran eagerly" in text
     assert text.endswith("OK, but nothing was captured\n")
-
-
-@pytest.mark.parametrize(("free_bytes", "note"), [(3 << 30, "  3.0 GiB left"), (None, "")])
-def test_captures_and_the_memory_left_are_shown(
-    free_bytes: int | None, note: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    progress = TrainProgress(load_config(CONFIG))
-    for number in range(1, 9):
-        progress.capture(number, 8, free_bytes)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "graph " in line]
-    assert lines == [f"chunk graphs: graph 4/8{note}", f"chunk graphs: graph 8/8{note}"]
 
 
 @pytest.mark.parametrize(

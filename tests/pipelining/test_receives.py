@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch_release import ShapeError
 
-from chunkgraph.engine import Host
+from chunkgraph.engine.capture.session import Session
 from chunkgraph.pipelining.stage import ReceiveMemory
 
 CPU = torch.device("cpu")
@@ -88,13 +88,15 @@ def test_a_failed_step_leaves_its_buffers(pipeline: Callable[..., Any]) -> None:
     assert not memory.buffers
 
 
-def test_outputs_of_the_last_step_are_gone_before_a_capture(pipeline: Callable[..., Any]) -> None:
+def test_outputs_of_the_last_step_are_gone_before_a_capture(
+    pipeline: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a GPU they would keep the rest of their blocks of memory from the graphs."""
     num_kept: list[int] = []
-    pipe = pipeline(
-        nn.Linear(4, 4),
-        host=Host(progress=lambda *_: num_kept.append(len(pipe.stages[0].output_chunks))),
+    monkeypatch.setattr(
+        Session, "graph_done", lambda _: num_kept.append(len(pipe.stages[0].output_chunks))
     )
+    pipe = pipeline(nn.Linear(4, 4))
     pipe.step()
     assert len(pipe.stages[0].output_chunks) == 2
     assert not num_kept

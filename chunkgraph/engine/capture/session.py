@@ -45,7 +45,7 @@ from chunkgraph.engine.capture.self_test import Measured, difference, wrong_repl
 from chunkgraph.engine.capture.static_inputs import SlotStatics
 from chunkgraph.engine.capture.warm_up import WarmUp, check_memory, warm_up
 from chunkgraph.engine.checks import ModelGuard
-from chunkgraph.engine.chunk import Chunk, GradientMarker, Host, OnCapture
+from chunkgraph.engine.chunk import Chunk, GradientMarker, Host
 from chunkgraph.engine.gradients import GradientSinks, GradMemory
 from chunkgraph.engine.hooks import refuse_contexts
 from chunkgraph.engine.passes import Pass, fill_test_gradient
@@ -78,7 +78,7 @@ class SessionSettings:
         num_together: see `ChunkGraphs`.
         limit: begins the trial of fewer slots (`chunkgraph.engine.paging`); None: there is none.
         prove: check that slots do not overlap; False lets tests see what the verify modes detect.
-        progress: called after every captured graph.
+        progress: called after every graph with the numbers of graphs captured and of all.
         begin_part: see `BeginPart`.
         any_rank: return whether the argument is true on any rank in the same part of its session.
         layers: follows the layers of the chunks.
@@ -91,7 +91,7 @@ class SessionSettings:
     num_together: int | None = None
     limit: Callable[[Session], Any] | None = None
     prove: bool = True
-    progress: OnCapture | None = None
+    progress: Callable[[int, int], None] = lambda *_: None
     begin_part: BeginPart = lambda _: None
     any_rank: Callable[[bool], bool] = bool
     layers: LayerWatch = field(default_factory=LayerWatch)
@@ -213,8 +213,7 @@ class Session:
     def graph_done(self) -> None:
         """Report one more captured graph."""
         self.num_done += 1
-        if self.settings.progress is not None:
-            self.settings.progress(self.num_done, self.num_graphs, self.backend.free_bytes())
+        self.settings.progress(self.num_done, self.num_graphs)
 
     @property
     def held_bytes(self) -> list[int]:
