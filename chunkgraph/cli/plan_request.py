@@ -22,6 +22,7 @@ from chunkgraph.schedules import (
     read_matching_schedule,
     read_schedule,
 )
+from chunkgraph.schedules.files import check_order
 from chunkgraph.slots import ModelSizes, SlotPlan, plan_schedule, plan_slots
 
 if TYPE_CHECKING:
@@ -62,8 +63,15 @@ class Request:
 
     @property
     def runs_in_megatron(self) -> bool:
-        """Return whether Megatron's models can train with this schedule."""
-        return (self.file or get_family(self.schedule)).placement is Placement.LOOP
+        """Return whether Megatron's models can train with this schedule and with graphs."""
+        if self.file is None:
+            family = get_family(self.schedule)
+            return family.placement is Placement.LOOP and family.is_bounded
+        try:
+            check_order(self.file)
+        except ConfigError:
+            return False
+        return self.file.placement is Placement.LOOP
 
     @property
     def is_bounded(self) -> bool:

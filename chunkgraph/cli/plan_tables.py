@@ -173,14 +173,14 @@ class Compared:
         request: The request for this schedule alone.
         bubble_ratio: Idle share of the rank that idles most.
         step: Time of the step, in forwards of all layers of a rank.
-        peak_in_flight: What the slots of the fullest rank hold, in microbatches of all its layers.
+        slots: What those of the fullest rank hold, in microbatches of all its layers.
         memory_bytes: Estimate for the rank that needs the most; 0 without a model.
     """
 
     request: Request
     bubble_ratio: float
     step: float
-    peak_in_flight: float
+    slots: float
     memory_bytes: int
 
 
@@ -218,7 +218,7 @@ def compare(request: Request) -> tuple[list[Compared], list[str]]:
             request=own,
             bubble_ratio=bubble_ratio,
             step=_FORWARDS_PER_MICROBATCH * own.num_microbatches / (1 - bubble_ratio),
-            peak_in_flight=max(row.plan.num_slots for row in rows) / own.num_chunks,
+            slots=max(row.plan.num_slots for row in rows) / own.num_chunks,
             memory_bytes=_largest_bytes(rows),
         )
         compared.append(one)
@@ -230,7 +230,7 @@ def print_comparison(
 ) -> Request:
     """Print the table and the recommendation, which is returned."""
     base = next(one for one in compared if one.request.schedule == _BASE)
-    headings = ["Schedule", "Chunks", "Bubble", "Step, F", "Of 1f1b", "Peak in flight", "Memory"]
+    headings = ["Schedule", "Chunks", "Bubble", "Step, F", "Of 1f1b", "Slots", "Memory"]
     cells = [
         [
             shorten(Path(one.request.schedule).name) + " *"[one.request.runs_in_megatron],
@@ -238,7 +238,7 @@ def print_comparison(
             f"{one.bubble_ratio:.1%}",
             f"{one.step:.1f}",
             f"{one.step / base.step:.3f}",
-            f"{one.peak_in_flight:g}",
+            f"{one.slots:g}",
             format_bytes(one.memory_bytes),
         ]
         for one in compared
@@ -254,10 +254,10 @@ def print_comparison(
     words = shorten(best.request.schedule)
     if best is not base:
         words += f", {best.step / base.step:.3f} times {_BASE}'s step time and "
-        words += f"{best.peak_in_flight / base.peak_in_flight:.2f} times its peak in flight"
+        words += f"{best.slots / base.slots:.2f} times its slots"
     console.print(f"Recommended: {words}.", style="bold", soft_wrap=True)
     console.print(f"* Runs in Megatron; the best of these is {shorten(own.request.schedule)}.")
-    console.print("Step in forwards (F), peak in microbatches of all layers of a rank.")
+    console.print("Step in forwards (F), slots in microbatches of all layers of a rank.")
     return best.request
 
 
@@ -265,4 +265,4 @@ def _best(compared: Sequence[Compared]) -> Compared:
     """Return the schedule that holds least among the fastest and those nearly as fast."""
     fastest = min(one.step for one in compared)
     near = [one for one in compared if one.step <= _TOLERANCE * fastest]
-    return min(near, key=lambda one: one.memory_bytes or one.peak_in_flight)
+    return min(near, key=lambda one: one.memory_bytes or one.slots)

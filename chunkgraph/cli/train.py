@@ -39,7 +39,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="train a Megatron-core GPT with captured chunks, and compare with eager",
         description="Train a Megatron-core GPT with captured chunks. With train.compare: eager the "
         "same steps are trained eagerly too and compared to the last bit. Exit code 1 if anything "
-        "differs, or if anything is captured after the first session.",
+        "differs, or if anything is captured after the first session for another reason than room.",
     )
     add_config(parser, is_required=True)
     add_json(parser)

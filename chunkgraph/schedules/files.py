@@ -59,7 +59,7 @@ def _check_stages(schedule: Schedule, num_ranks: int, num_chunks: int) -> None:
         )
 
 
-def _check_order(schedule: Schedule) -> None:
+def check_order(schedule: Schedule) -> None:
     """Check that each chunk runs its microbatches in order.
 
     Weight gradients may have any order in the file: a chunk always computes those that have waited
@@ -137,7 +137,7 @@ def read_matching_schedule(
     schedule = read_schedule(name)
     if schedule is not None:
         _check_stages(schedule, num_ranks, num_chunks)
-        _check_order(schedule)
+        check_order(schedule)
         check_counts(schedule, counts, setting)
     elif name != "auto":
         check_sizes(name, num_ranks=num_ranks, num_chunks=num_chunks, group_size=None)

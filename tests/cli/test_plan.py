@@ -238,7 +238,10 @@ def test_schedules_are_compared(run, config, tmp_path):
     assert set(cells) == set(list_schedules())
     assert cells["1f1b"] == ["1", "27.3%", "33.0", "1.000", "4"]
     assert cells["interleaved"] == ["2", "15.8%", "28.5", "0.864", "6"]
-    assert "Recommended: zb-v, 0.773 times 1f1b's step time and 1.12 times its peak" in out
+    assert "Recommended: zb-v, 0.773 times 1f1b's step time and 1.12 times its slots" in out
+    assert [name for name in list_schedules() if f"{name}*" not in out] == [
+        *("gpipe", "zb-v", "dualpipe-v")  # chunk graphs refuse the first
+    ]
     assert "* Runs in Megatron; the best of these is interleaved-zb." in out
     # With a config only what Megatron runs is recommended, and memory has a column.
     out = run(config, "train.num_microbatches=[4]", "--compare")
@@ -252,6 +255,9 @@ def test_a_file_is_compared_with_the_schedules_by_name(run, config, tmp_path):
     arguments = (config, "train.num_microbatches=[4]", "--compare", "--schedule", path)
     out = run(*arguments)
     assert " mine.csv* " in out
+    other = tmp_path / "other.csv"
+    other.write_text("0F0,0F1,0B1,0B0\n1F0,1B0,1F1,1B1\n")  # not in Megatron's order
+    assert " other.csv " in run("--schedule", other, "--compare")
     cells = compared(out)
     assert cells["mine.csv"] == cells["interleaved-zb"]
     page = tmp_path / "plan.html"
