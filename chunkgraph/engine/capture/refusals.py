@@ -95,7 +95,7 @@ def refusing_hidden(chunk: Chunk, declared: Iterable[torch.Tensor]) -> Iterator[
     finally:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for leaf, (grad, version, copy) in before.items():
-                if leaf.grad is not grad or getattr(grad, "_version", 0) != version:
+                if (copy is not None and grad._version != version) or leaf.grad is not grad:
                     lost.append(leaf)
                     leaf.grad = grad if grad is None else grad.copy_(copy)
     refuse_undeclared(chunk, lost, ())
