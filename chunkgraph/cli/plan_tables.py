@@ -256,7 +256,8 @@ def print_comparison(
         words += f", {best.step / base.step:.3f} times {_BASE}'s step time and "
         words += f"{best.slots / base.slots:.2f} times its slots"
     console.print(f"Recommended: {words}.", style="bold", soft_wrap=True)
-    console.print(f"* Runs in Megatron; the best of these is {shorten(own.request.schedule)}.")
+    name = shorten(own.request.schedule)
+    console.print(f"* Runs in Megatron with graphs; the best of these is {name}.")
     console.print("Step in forwards (F), slots in microbatches of all layers of a rank.")
     return best.request
 

@@ -242,7 +242,7 @@ def test_schedules_are_compared(run, config, tmp_path):
     assert [name for name in list_schedules() if f"{name}*" not in out] == [
         *("gpipe", "zb-v", "dualpipe-v")  # chunk graphs refuse the first
     ]
-    assert "* Runs in Megatron; the best of these is interleaved-zb." in out
+    assert "* Runs in Megatron with graphs; the best of these is interleaved-zb." in out
     # With a config only what Megatron runs is recommended, and memory has a column.
     out = run(config, "train.num_microbatches=[4]", "--compare")
     assert "Recommended: interleaved-zb, " in out

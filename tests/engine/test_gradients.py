@@ -152,9 +152,6 @@ def test_gradients_may_lie_in_a_flat_buffer(backend: GraphBackend) -> None:
     assert layers[1].weight.grad.data_ptr() == flat[1].data_ptr()
 
 
-# Parameters whose gradients come from several engines or chunks.
-
-
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10 has it first")
 def test_each_gradient_is_rounded_to_a_narrower_dtype(backend: GraphBackend) -> None:
     """Not their sum, which has other bits."""
@@ -175,6 +172,9 @@ def test_each_gradient_is_rounded_to_a_narrower_dtype(backend: GraphBackend) -> 
         grads.append([p.grad for p in module.parameters() if p.grad is not None])
     assert grads[0][0].dtype == torch.bfloat16
     assert all_equal(*grads)
+
+
+# Parameters whose gradients come from several engines or chunks.
 
 
 def test_two_engines_may_share_a_parameter_in_turn(backend: GraphBackend) -> None:
