@@ -13,6 +13,9 @@ import torch
 from chunkgraph.engine.chunk import Chunk, GradientMarker, ReplayAction
 from chunkgraph.engine.slot import Slot
 
+Tensors = Sequence[torch.Tensor | None]
+"""Arguments of a call, or the gradients of outputs; None for one without."""
+
 
 class Observer:
     """Override the methods that are needed; by default all do nothing."""
@@ -29,9 +32,7 @@ class Observer:
     def begin_step(self, step: int | None) -> None:
         """Begin a step that it observes."""
 
-    def before(
-        self, action: ReplayAction, slot: Slot, tensors: Sequence[torch.Tensor | None]
-    ) -> None:
+    def before(self, action: ReplayAction, slot: Slot, tensors: Tensors) -> None:
         """Follow a replay that is about to load its inputs.
 
         Args:
@@ -190,7 +191,7 @@ class NamedReplays(Observer):
         self._next = [0] * len(self._names)
         self._microbatch: dict[int, int] = {}  # by turn
 
-    def before(self, action: ReplayAction, slot: Slot, tensors: object) -> None:  # noqa: ARG002
+    def before(self, action: ReplayAction, slot: Slot, tensors: Tensors) -> None:  # noqa: ARG002
         """Count the microbatch of a replay."""
         if action == "F":
             c = slot.chunk
@@ -213,7 +214,7 @@ class ReplayRanges(NamedReplays):
         super().__init__(names)
         self._open = ExitStack()
 
-    def before(self, action: ReplayAction, slot: Slot, tensors: object) -> None:
+    def before(self, action: ReplayAction, slot: Slot, tensors: Tensors) -> None:
         """Begin the range of a replay."""
         super().before(action, slot, tensors)
         name = self.name(action, slot.chunk, self.microbatch(slot))

@@ -11,7 +11,7 @@ from chunkgraph.engine.capture.restore import writable
 from chunkgraph.engine.capture.saved import SavedTensor
 from chunkgraph.engine.capture.self_test import TO_DO
 from chunkgraph.engine.chunk import CaptureOptions, Chunk, Host
-from chunkgraph.engine.observer import Observer
+from chunkgraph.engine.observer import NamedReplays
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.tree import Call
 from chunkgraph.engine.verify.eager_pass import EagerPasses
@@ -25,7 +25,7 @@ _BACKWARD_TO_DO = (
 )
 
 
-class Verifier(Observer):
+class Verifier(NamedReplays):
     """Check the replays of one rank in verified steps.
 
     In a verified step a verifier observes every replay, on the stream of the replays. For a wrong
@@ -49,6 +49,7 @@ class Verifier(Observer):
         host: Host,
         options: CaptureOptions,
     ) -> None:
+        super().__init__([chunk.label for chunk in chunks])
         self._chunks, self._options = tuple(chunks), options
         self._calls = {
             key: tuple(sample.emptied() for sample in calls) for key, calls in samples.items()
@@ -56,7 +57,6 @@ class Verifier(Observer):
         self._backend, self._host = backend, host
         self._graphs = graphs
         self._gradients = tuple(sinks.buffers for sinks in graphs.sinks)
-        self._step = 0
         self._forget()
 
     def observes(self, step: int | None) -> bool:
@@ -65,6 +65,7 @@ class Verifier(Observer):
 
     def begin_step(self, step: int | None) -> None:
         """Begin a verified step, replayed step ``step`` after the capture."""
+        super().begin_step(step)
         self._step = step or 0
 
     def end_step(self, *, has_failed: bool) -> None:  # noqa: ARG002
@@ -72,14 +73,7 @@ class Verifier(Observer):
         self._forget()
 
     def _forget(self) -> None:
-        self._num_forwards = [0] * len(self._chunks)
-        self._microbatches: dict[int, int] = {}  # by turn, as all dictionaries of microbatches
         self._passes: dict[tuple[int, Hashable], EagerPasses] = {}
-
-    def _count_forward(self, slot: Slot) -> None:
-        """Number the microbatch of a forward; called once per forward."""
-        self._microbatches[slot.turn] = self._num_forwards[slot.chunk]
-        self._num_forwards[slot.chunk] += 1
 
     def _passes_of(self, slot: Slot) -> EagerPasses:
         c, key = slot.chunk, slot.bank
@@ -114,9 +108,8 @@ class Verifier(Observer):
         return [record.seen_in(memory) for record in saved]
 
     def _describe(self, slot: Slot, direction: str) -> str:
-        microbatch = self._microbatches[slot.turn]
         return (
-            f"{slot.label}: the replayed {direction} of microbatch {microbatch} in "
+            f"{slot.label}: the replayed {direction} of microbatch {self.microbatch(slot)} in "
             f"replayed step {self._step} after the capture"
         )
 

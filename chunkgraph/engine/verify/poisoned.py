@@ -21,6 +21,7 @@ from chunkgraph.engine.capture.layers import parameter_names
 from chunkgraph.engine.capture.restore import ChunkState
 from chunkgraph.engine.capture.saved import first_nan
 from chunkgraph.engine.chunk import ReplayAction
+from chunkgraph.engine.observer import Tensors
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier
 from chunkgraph.engine.verify.eager_pass import EagerPass
@@ -58,12 +59,10 @@ class PoisonVerifier(Verifier):
         self._were_infinite: list[bool] = []
         self._begin: dict[int, ChunkState] = {}
 
-    def before(
-        self, action: ReplayAction, slot: Slot, tensors: Sequence[torch.Tensor | None]
-    ) -> None:
+    def before(self, action: ReplayAction, slot: Slot, tensors: Tensors) -> None:
         """Fill dead memory; copy the state that an eager pass begins with, and look for NaN."""
+        super().before(action, slot, tensors)
         if action == "F":
-            self._count_forward(slot)
             self._begin[slot.turn] = self._passes_of(slot).state()
         if self._scratch is not None:
             self._fill(self._scratch)

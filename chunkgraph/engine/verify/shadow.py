@@ -18,6 +18,7 @@ from chunkgraph.engine.capture.saved import first_difference, what_follows
 from chunkgraph.engine.capture.self_test import Measured, backward_difference, forward_difference
 from chunkgraph.engine.chunk import ReplayAction
 from chunkgraph.engine.layout import copy_into, duplicate
+from chunkgraph.engine.observer import Tensors
 from chunkgraph.engine.slot import Slot
 from chunkgraph.engine.verify.base import Verifier
 from chunkgraph.engine.verify.eager_pass import EagerPass
@@ -38,16 +39,14 @@ class ShadowVerifier(Verifier):
         self._halved: dict[int, tuple[list[torch.Tensor], ChunkState]] = {}
         self._input_grads: dict[int, Sequence[torch.Tensor | None]] = {}
 
-    def before(
-        self, action: ReplayAction, slot: Slot, tensors: Sequence[torch.Tensor | None]
-    ) -> None:
+    def before(self, action: ReplayAction, slot: Slot, tensors: Tensors) -> None:
         """Run the eager pass. Of a split backward, it runs before the weight half.
 
         It then recomputes with the state from before the input half, and adds to the gradients so
         far.
         """
+        super().before(action, slot, tensors)
         if action == "F":
-            self._count_forward(slot)
             inputs = [t for t in tensors if t is not None]
             pairs = zip(slot.input_grads.tensors, inputs, strict=True)
             with_grad = [grad is not None or t.requires_grad for grad, t in pairs]
