@@ -186,7 +186,6 @@ class CaptureOptions:
             bit for bit with an eager pass on the same inputs and random state, which takes an eager
             step's activations and a copy of the gradients. Errors name the first slot and layer.
         num_verify_steps: number of replayed steps to verify after a capture; None: all.
-        verify_every: verify only every n-th of these.
         on_failure: after a failed capture: ``raise`` the error, or continue eagerly (``eager``)
             with one warning.
         on_moved_memory: if parameters or gradients lie in other memory than at the capture:
@@ -205,7 +204,6 @@ class CaptureOptions:
     max_slot_memory: str | int | None = None
     verify: VerifyMode = "none"
     num_verify_steps: int | None = None
-    verify_every: int = 1
     on_failure: Literal["raise", "eager"] = "raise"
     on_moved_memory: Literal["refuse", "recapture"] = "refuse"
 
@@ -217,7 +215,6 @@ class CaptureOptions:
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} is {shown(value)}; it must be True or False.")
         self._check_count("num_warmup_steps", 0)
-        self._check_count("verify_every", 1)
         self._check_count("num_verify_steps", 0, none="None for all steps")
         self._check_count("max_slots", 1, none="None for as many as the schedule needs")
 
@@ -240,11 +237,6 @@ class CaptureOptions:
     def has_pages(self) -> bool:
         """Return whether slots may be fewer than microbatches in flight."""
         return self.max_slots is not None or self.max_slot_memory is not None
-
-    def verifies(self, step: int) -> bool:
-        """Return whether to verify replayed step ``step`` after the capture, from 0."""
-        is_early = self.num_verify_steps is None or step < self.num_verify_steps
-        return is_early and step % self.verify_every == 0
 
 
 def _is_on(variable: str) -> bool:

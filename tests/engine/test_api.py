@@ -148,7 +148,6 @@ def test_a_module_without_a_device_is_refused() -> None:
         ({"on_failure": "warn"}, "on_failure is 'warn'; it must be 'raise' or 'eager'"),
         ({"num_warmup_steps": -3}, "num_warmup_steps is -3; it must be a whole number, 0 or"),
         ({"num_verify_steps": -1}, "num_verify_steps is -1.*or None for all steps"),
-        ({"verify_every": 0}, "verify_every is 0; it must be a whole number, 1 or greater"),
         ({"shared_slots": "no"}, "shared_slots is 'no'; it must be True or False"),
     ],
 )

@@ -61,7 +61,8 @@ class Verifier(NamedReplays):
 
     def observes(self, step: int | None) -> bool:
         """Observe the steps that the options ask for."""
-        return step is not None and self._options.verifies(step)
+        limit = self._options.num_verify_steps
+        return step is not None and (limit is None or step < limit)
 
     def begin_step(self, step: int | None) -> None:
         """Begin a verified step, replayed step ``step`` after the capture."""
