@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from operator import index
 from typing import Any
 
@@ -16,27 +15,6 @@ from chunkgraph.engine.program import program_of
 from chunkgraph.engine.tree import Call, flatten_call
 from chunkgraph.errors import ConfigError
 from chunkgraph.graphs import CUDABackend, GraphBackend, RecorderBackend
-
-_Call = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
-
-
-def as_functions(call: _Call, chunks: Sequence[Chunk]) -> tuple[Callable[..., Any], ...]:
-    """Return a function for each chunk that calls ``call``, with the chunk's signature and doc."""
-    return tuple(_as_function(call, c, chunk) for c, chunk in enumerate(chunks))
-
-
-def _as_function(call: _Call, c: int, chunk: Chunk) -> Callable[..., Any]:
-    forward = chunk.forward
-    function = forward.forward if isinstance(forward, nn.Module) else forward
-
-    @wraps(function, updated=())
-    def captured(*args: Any, **kwargs: Any) -> Any:
-        return call(c, args, kwargs)
-
-    if function is not forward or not hasattr(function, "__name__"):
-        captured.__name__ = type(forward).__name__
-    captured.__qualname__ = f"{captured.__name__} ({chunk.label})"
-    return captured
 
 
 def as_chunks(chunks: object) -> tuple[Chunk, ...]:

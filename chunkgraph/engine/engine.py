@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
@@ -153,7 +154,7 @@ class ChunkGraphs:
             needs_banks=len(self._of_banks.keys) > 1,
         )
         self.memory.join(self)
-        self.callables = arguments.as_functions(self.call, self.chunks)
+        self.callables = tuple(partial(self._call, c) for c in range(len(self.chunks)))
         self.waiting, self.run_waiting = self._replayer.waiting, self._replayer.run_waiting
         self.reserve_input = self._replayer.reserve_input
         self.reserve_output_grad = self._replayer.reserve_output_grad
@@ -619,6 +620,9 @@ class ChunkGraphs:
     def observe(self, observer: Observer) -> None:
         """Let an observer follow every later step; see `Observer`."""
         self._observers.append(observer)
+
+    def _call(self, c: int, /, *args: Any, **kwargs: Any) -> Any:
+        return self.call(c, args, kwargs)
 
     def call(self, c: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return ``callables[c](*args, **kwargs)``."""
