@@ -212,31 +212,21 @@ class Replayer:
         wants_grad = slot.input_grads.tensors[index] is not None
         return slot.inputs.tensors[index].detach().requires_grad_(wants_grad)
 
-    def reserve_output_grad(self, c: int, index: int = 0) -> torch.Tensor | None:
+    def reserve_output_grad(self, c: int) -> torch.Tensor | None:
         """Return the memory that the next backward of chunk ``c`` reads, to receive into it.
 
         Only for schedules that run a chunk's backwards in the order of its forwards.
 
-        Args:
-            c: Index of the chunk.
-            index: Number of the output among those that get a gradient.
-
         Returns:
-            The static gradient; None if no forward of the chunk waits for one.
+            The static gradient of the first output that gets one; None if no forward of the chunk
+            waits for it.
         """
         slots = self._awaiting_grads[c]
-        if slots and index in self._received_grads[c]:  # so this is the backward after that one
-            self._next_grads(c)
         if not self._is_in_step or not slots:
             return None
-        self._received_grads[c].add(index)
-        grads = slots[0].output_grads
+        grads = slots.popleft().output_grads
         assert grads is not None
-        return grads.tensors[index]
-
-    def _next_grads(self, c: int) -> None:
-        self._awaiting_grads[c].popleft()
-        self._received_grads[c].clear()
+        return grads.tensors[0]
 
     def replay_forward(self, slot: Slot, tensors: Sequence[torch.Tensor]) -> None:
         """Load inputs and replay."""
@@ -263,9 +253,7 @@ class Replayer:
         c = slot.chunk
         self._machine.begin_backward(c, slot.index, turn)
         slots = self._awaiting_grads[c]
-        if slots and slots[0] is slot:
-            self._next_grads(c)
-        elif slot in slots:
+        if slot in slots:
             slots.remove(slot)
         output_grads = slot.output_grads
         assert output_grads is not None
@@ -360,7 +348,6 @@ class Replayer:
         self._reserved = tuple(deque[Slot]() for _ in self._chunks)
         self._received: dict[Slot, set[int]] = {}
         self._awaiting_grads = tuple(deque[Slot]() for _ in self._chunks)
-        self._received_grads = tuple(set[int]() for _ in self._chunks)
         self._awaiting_last: dict[tuple[int, int], Slot] = {}  # by chunk and slot number
 
 
