@@ -40,7 +40,6 @@ from chunkgraph.engine.step import SHAPE_UNKNOWN, EagerReason, StepMode, StepPla
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError, ConfigError, SlotError
 from chunkgraph.graphs import GraphBackend
-from chunkgraph.memory import plan_for_slots
 from chunkgraph.optimizer import CapturedOptimizer
 from chunkgraph.slots import RankSchedule, plan_slots
 
@@ -184,7 +183,7 @@ class ChunkGraphs:
             chunks=self.chunks,
             num_slots=self._num_slots,
             settings=SessionSettings(
-                memory_plan=plan_for_slots(sum(self._num_slots) if self._is_training else 1),
+                has_scratch=self._is_training and sum(self._num_slots) > 1,
                 shared_slots=self.options.shared_slots,
                 num_together=self._num_together if limit is None else None,
                 limit=limit.begin if limit is not None else None,

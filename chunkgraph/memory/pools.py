@@ -1,53 +1,40 @@
-"""Memory plans: the pool that each graph allocates from.
+"""The pool that each graph of a rank allocates from.
 
-=============== ======================= ======================== ==========================
-plan            forward of slot k       backward of slot k       for
-=============== ======================= ======================== ==========================
-shared_backward a pool of slot k        one pool shared by all   ranks with several slots
-pool_per_slot   a pool of slot k        the same pool            ranks with one slot
-one_pool        one pool shared by all  the same pool            tests: the proof refuses it
-=============== ======================= ======================== ==========================
+=============== ======================= ========================
+rank with       forward of slot k       backward of slot k
+=============== ======================= ========================
+several slots   a pool of slot k        scratch: one pool of all
+one slot        a pool of slot k        the same pool
+=============== ======================= ========================
 
 The input half of a split backward allocates from the pool of slot k, where it leaves memory for the
 weight half, which allocates as a whole backward does.
 
-Under ``shared_backward`` the capture of a backward allocates only from scratch; in its slot's pool
-it only frees memory. A rank with a single slot (no pipeline, or its last stage) has nothing to
-separate: its backward reuses memory that the forward frees, like an eager pass.
+With scratch the capture of a backward only frees memory in its slot's pool. A rank with a single
+slot (no pipeline, or its last stage) has nothing to separate: its backward reuses memory that the
+forward frees, like an eager pass.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import torch
 
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import Allocation, GraphBackend, Pool, block_bytes
 
-MemoryPlan = Literal["shared_backward", "pool_per_slot", "one_pool"]
-
-
-def plan_for_slots(num_slots: int) -> MemoryPlan:
-    """Return the smallest safe plan.
-
-    Args:
-        num_slots: Number of slots of all chunks of the rank together.
-    """
-    return "pool_per_slot" if num_slots == 1 else "shared_backward"
-
 
 class PoolPlan:
     """Create the pools of one capture session.
 
     Args:
-        plan: See the module's table.
         backend: Backend that creates the pools.
         label: Prefix of the pools' names.
         idle: Plans of graphs that are replayed in other steps; their memory is dead in the steps of
             this session. Their pools serve first, in the order scratch, last slot, to first slot.
+        has_scratch: Whether backwards share a pool, as on a rank with several slots.
 
     Attributes:
         scratch: The pool that all backwards share; None: they use those of the slots.
@@ -56,14 +43,16 @@ class PoolPlan:
     """
 
     def __init__(
-        self, plan: MemoryPlan, backend: GraphBackend, label: str, idle: Sequence[PoolPlan] = ()
+        self,
+        backend: GraphBackend,
+        label: str,
+        idle: Sequence[PoolPlan] = (),
+        *,
+        has_scratch: bool,
     ) -> None:
-        self.plan = plan
         self._backend = backend
         self._idle = deque(distinct(pool for other in idle for pool in reversed(other.pools)))
-        self.scratch: Pool | None = None
-        if plan != "pool_per_slot":
-            self.scratch = self._new_pool(f"{label} scratch")
+        self.scratch = self._new_pool(f"{label} scratch") if has_scratch else None
         self.static = backend.new_pool(f"{label} inputs") if backend.can_sleep else None
         self.slot_pools: list[Pool] = []
 
@@ -85,9 +74,6 @@ class PoolPlan:
             num_bytes: Bytes to reserve for the forward in one block; 0 if unknown.
             allocations: See `Pool.reserve`.
         """
-        if self.plan == "one_pool":
-            assert self.scratch is not None
-            return self.scratch
         pool = self._new_pool(f"{slot_label} pool")
         pool.reserve(num_bytes, allocations)
         self.slot_pools.append(pool)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -13,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs, Counters
 from chunkgraph.graphs import Graph, GraphBackend
-from chunkgraph.memory import MemoryPlan
 
 
 class Tower(nn.Module):
@@ -119,12 +117,6 @@ def capture(
     graphs = ChunkGraphs([chunk], [num_slots], backend=backend, options=CaptureOptions(**options))
     graphs.capture([sample])
     return graphs
-
-
-def use_plan(graphs: ChunkGraphs, plan: MemoryPlan, *, prove: bool = True) -> None:
-    """Capture under another plan than that of the slots; without the proof, if it would refuse."""
-    settings = dataclasses.replace(graphs._capturer.settings, memory_plan=plan, prove=prove)
-    graphs._capturer = dataclasses.replace(graphs._capturer, settings=settings)
 
 
 class Operators(TorchDispatchMode):

@@ -61,7 +61,7 @@ from chunkgraph.engine.slot import Slot, SlotMemory
 from chunkgraph.engine.tree import Call, Signature
 from chunkgraph.errors import CaptureError
 from chunkgraph.graphs import AddressRanges, GraphBackend
-from chunkgraph.memory import MemoryPlan, PoolPlan, SlotFootprint, prove_disjoint
+from chunkgraph.memory import PoolPlan, SlotFootprint, prove_disjoint
 
 BeginPart = Callable[[Hashable | None], None]
 """A function called before each part of a session with the bank of this part; None: all banks."""
@@ -73,11 +73,10 @@ class SessionSettings:
 
     Attributes:
         host: the training loop around the chunks.
-        memory_plan: see `chunkgraph.memory.pools`.
+        has_scratch: see `PoolPlan`.
         shared_slots: see `CaptureOptions`.
         num_together: see `ChunkGraphs`.
         limit: begins the trial of fewer slots (`chunkgraph.engine.paging`); None: there is none.
-        prove: check that slots do not overlap; False lets tests see what the verify modes detect.
         progress: called after every graph with the numbers of graphs captured and of all.
         begin_part: see `BeginPart`.
         any_rank: return whether the argument is true on any rank in the same part of its session.
@@ -86,11 +85,10 @@ class SessionSettings:
     """
 
     host: Host
-    memory_plan: MemoryPlan = "shared_backward"
+    has_scratch: bool
     shared_slots: bool = False
     num_together: int | None = None
     limit: Callable[[Session], Any] | None = None
-    prove: bool = True
     progress: Callable[[int, int], None] = lambda *_: None
     begin_part: BeginPart = lambda _: None
     any_rank: Callable[[bool], bool] = bool
@@ -125,7 +123,7 @@ def capture_session(
     refuse_contexts(chunks[0].label, CaptureError)
     rank = rank_label(chunks)
     idle = [other.pools for other in settings.others()]
-    pools = PoolPlan(settings.memory_plan, backend, rank, idle)
+    pools = PoolPlan(backend, rank, idle, has_scratch=settings.has_scratch)
     captured: GraphSet | None = None
     try:
         # When `_run` returns, only slots may hold memory of graphs.
@@ -321,7 +319,7 @@ def _warm_up(session: Session) -> None:
         for c, (chunk, call) in enumerate(zip(session.chunks, calls, strict=True)):
             settings.begin_part(key)
             own, label = session.isolated(c), _label(session, chunk.label, key)
-            warm = warm_up(own, call, label, settings.layers, settings.memory_plan)
+            warm = warm_up(own, call, label, settings.layers)
             plan = program_of(chunk).plan(own, call)
             warm = replace(warm, held_bytes=max(warm.held_bytes, plan.held_bytes))
             if plan.in_scratch is not None:
@@ -498,12 +496,11 @@ def _prove(session: Session) -> None:
     session.settings.begin_part(None)
     for aliases, chunk in zip(session.aliases, session.chunks, strict=True):
         aliases.check_memory(chunk.label)
-    if session.settings.prove:
-        backend, slots = session.backend, [session.slots]
-        slots += [[s for of in graphs.slots for s in of] for graphs in session.settings.others()]
-        if not any(g.reads() for own in slots for s in own for g in s.graphs.values()):
-            del slots[1:]  # only in what graphs read of others may two sessions conflict
-        prove_disjoint([_footprint(s, backend, i) for i, own in enumerate(slots) for s in own])
+    backend, slots = session.backend, [session.slots]
+    slots += [[s for of in graphs.slots for s in of] for graphs in session.settings.others()]
+    if not any(g.reads() for own in slots for s in own for g in s.graphs.values()):
+        del slots[1:]  # only in what graphs read of others may two sessions conflict
+    prove_disjoint([_footprint(s, backend, i) for i, own in enumerate(slots) for s in own])
 
 
 def _banks(session: Session) -> dict[Hashable, Bank]:

@@ -22,8 +22,7 @@ from chunkgraph.engine.passes import GradientOrder, Pass
 from chunkgraph.engine.program import Isolated, program_of
 from chunkgraph.engine.tree import Call
 from chunkgraph.errors import CaptureError
-from chunkgraph.graphs import AddressRanges, Allocation, GraphBackend, block_bytes
-from chunkgraph.memory import MemoryPlan
+from chunkgraph.graphs import AddressRanges, Allocation, GraphBackend, Pool, block_bytes
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,7 @@ class WarmUp:
     written: tuple[torch.Tensor, ...]
 
 
-def warm_up(
-    own: Isolated, sample: Call, label: str, layers: LayerWatch, plan: MemoryPlan
-) -> WarmUp:
+def warm_up(own: Isolated, sample: Call, label: str, layers: LayerWatch) -> WarmUp:
     """Run eager passes on the capture stream, where libraries create handles and tune.
 
     Each begins with the same state, which is restored.
@@ -63,7 +60,6 @@ def warm_up(
         sample: its arguments; the values are copied.
         label: name of the chunk and bank in errors.
         layers: follows the chunk's layers.
-        plan: see `chunkgraph.memory.pools`.
 
     Raises:
         CaptureError: the forward uses tensors whose gradients a replay would lose, or the passes
@@ -73,7 +69,8 @@ def warm_up(
     backend, host = own.maker.backend, own.maker.host
     passes: list[Measured] = []
     # Reuse slot memory, so that eager activations do not raise the peak.
-    idle = None if chunk.has_backward else own.maker.pools.next_idle
+    pools = own.maker.pools
+    idle = None if chunk.has_backward else pools.next_idle
     for _ in range(1 if backend.repeats_bits else 2):
         sinks.clear()
         backend.release_cached_memory()  # else blocks that the last pass split add to the peak
@@ -103,7 +100,7 @@ def warm_up(
                 del call
                 marks.append(log.num_events())
                 del totals
-                in_slot, in_scratch = _by_pool(log.allocations(), marks, plan)
+                in_slot, in_scratch = _by_pool(log.allocations(), marks, pools.scratch)
         passes.append(measured)
         # torch's first call of some operators leaves cycles whose frames hold the pass.
         gc.collect(0)
@@ -137,7 +134,7 @@ def _run_backward(own: Isolated, call: Pass) -> tuple[tuple[int, ...], list[torc
 
 
 def _by_pool(
-    allocations: Sequence[Allocation], marks: Sequence[int], plan: MemoryPlan
+    allocations: Sequence[Allocation], marks: Sequence[int], scratch: Pool | None
 ) -> tuple[tuple[Allocation, ...], tuple[Allocation, ...]]:
     """Return the allocations of a pass in the slot's pool and in scratch.
 
@@ -146,13 +143,13 @@ def _by_pool(
             pass creates, belongs to no slot.
         marks: numbers of events up to the end of the forward, the begin of the backward, its end,
             and until the sums of gradients are freed, which no graph allocates.
-        plan: see `chunkgraph.memory.pools`.
+        scratch: the pool of all backwards, if there is one.
     """
     num_forward, num_before, num_backward, num_end = marks
     freed = [a for a in allocations if a.end is not None and a.end < num_end]
     forward = tuple(a for a in freed if a.begin < num_forward)
     backward = tuple(a for a in freed if num_before <= a.begin < num_backward)
-    if plan in ("pool_per_slot", "one_pool"):
+    if scratch is None:
         return forward + backward, ()
     return forward, backward
 
