@@ -42,7 +42,7 @@ class _Evaluation(ForwardOnly):
 
     def plan(self, own: Isolated, sample: Call) -> BackwardPlan:  # noqa: ARG002
         """See `GraphProgram`."""
-        return BackwardPlan(num_graphs=0, in_scratch=())
+        return BackwardPlan(in_scratch=())
 
 
 _EVALUATION = _Evaluation()

@@ -12,8 +12,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 
-import torch
-
 from chunkgraph.engine.agreement import Agree, agree_on_cause, lost_ranks_named
 from chunkgraph.engine.arguments import rank_label
 from chunkgraph.engine.banks import StepBanks
@@ -95,7 +93,7 @@ class Capturer:
     def _capture_together(self, make_samples: MakeSamples) -> JointCapture:
         """Capture on this rank, and exchange the outcome with all ranks, unless one is lost."""
         lockstep = Lockstep(self.agree, has_limit=self.settings.limit is not None)
-        progress = _Progress()
+        layers = LayerWatch()
         label = rank_label(self.chunks)
         own_error: ChunkGraphError | None = None
         captured: GraphSet | None = None
@@ -114,10 +112,9 @@ class Capturer:
                 self.settings,
                 begin_part=lockstep.begin,
                 any_rank=lockstep.any_rank,
-                progress=progress,
-                layers=progress.layers,
+                layers=layers,
             )
-            with lost_ranks_named(), progress.layers.watching(self.chunks):
+            with lost_ranks_named(), layers.watching(self.chunks):
                 captured = capture_session(chunks, self.num_slots, samples, self.backend, settings)
             if self.options.verify != "none":  # loaded only if it is needed
                 make = resolve_name("chunkgraph.engine.verify:VERIFIERS")[self.options.verify]
@@ -130,7 +127,7 @@ class Capturer:
             raise
         except Exception as error:  # noqa: BLE001
             # Any error: the other ranks are about to exchange outcomes.
-            own_error = progress.explain(error, label)
+            own_error = _explained(error, label, layers.layer)
             _forget_frames(error)
             lockstep.fail()
         cause, is_cause = agree_on_cause(self.agree, "" if own_error is None else str(own_error))
@@ -249,32 +246,18 @@ class Lockstep:
         return bool(some_true)
 
 
-class _Progress:
-    """Follow one session of this rank, to explain where it failed."""
-
-    def __init__(self) -> None:
-        self.layers = LayerWatch()
-        self._num_done = self._num_graphs = 0
-
-    def __call__(self, num_done: int, num_graphs: int) -> None:
-        self._num_done, self._num_graphs = num_done, num_graphs
-
-    def explain(self, error: Exception, label: str) -> ChunkGraphError:
-        """Return the error to report, with the layer and, out of memory, the graphs captured."""
-        failure = error
-        if not isinstance(failure, ChunkGraphError):
-            failure = capture_failure(label, error)
-            failure.__cause__ = error
-        if not isinstance(failure, CaptureError):
-            return failure
-        facts = f"\n  in layer {self.layers.layer}" if self.layers.layer else ""
-        if isinstance(failure.__cause__, torch.OutOfMemoryError):
-            total = self._num_graphs or "all"
-            facts += f"\n  {self._num_done} of {total} graphs were captured by then"
-        what, advice, rest = str(failure).partition("\n  To do:")
-        report = type(failure)(what + facts + advice + rest)
-        report.__cause__ = failure
-        return report
+def _explained(error: Exception, label: str, layer: str) -> ChunkGraphError:
+    """Return the error of a session to report, with the layer that raised it, if any."""
+    failure = error
+    if not isinstance(failure, ChunkGraphError):
+        failure = capture_failure(label, error)
+        failure.__cause__ = error
+    if not isinstance(failure, CaptureError) or not layer:
+        return failure
+    what, advice, rest = str(failure).partition("\n  To do:")
+    report = type(failure)(f"{what}\n  in layer {layer}{advice}{rest}")
+    report.__cause__ = failure
+    return report
 
 
 def _without_backward(chunk: Chunk, samples: Sequence[Call]) -> Chunk:

@@ -77,12 +77,10 @@ class BackwardPlan:
     """How the backward of one chunk and bank is captured.
 
     Attributes:
-        num_graphs: number of its graphs.
         held_bytes: bytes that stay allocated between its actions; 0 if unknown.
         in_scratch: what it allocates in scratch; None: what an eager backward allocates.
     """
 
-    num_graphs: int = 1
     held_bytes: int = 0
     in_scratch: tuple[Allocation, ...] | None = None
 
@@ -128,7 +126,6 @@ class GraphProgram:
         own: Isolated,
         plan: BackwardPlan,  # noqa: ARG002
         marker: GradientMarker | None,
-        on_graph: Callable[[], None],
     ) -> list[torch.Tensor | None]:
         """Capture the actions after the forward into ``slot.graphs``; set ``slot.trained``.
 
@@ -140,7 +137,6 @@ class GraphProgram:
             own: the chunk.
             plan: see `plan`.
             marker: follows the gradients.
-            on_graph: called after every graph.
 
         Returns:
             The gradient of each input, or None.
@@ -158,7 +154,6 @@ class GraphProgram:
                 chunk.end_of_backward()
         slot.graphs["B"] = graph
         slot.trained = own.sinks.interned(tuple(sorted(sums.trained)))
-        on_graph()
         return forward.take_input_grads()
 
 
@@ -178,7 +173,7 @@ class ForwardOnly(GraphProgram):
                 f"{own.chunk.label}: it is captured without a backward, but an input requires "
                 "grad. Pass inputs that do not, or leave out program=FORWARD_ONLY."
             )
-        return BackwardPlan(num_graphs=0, in_scratch=())
+        return BackwardPlan(in_scratch=())
 
 
 FORWARD_ONLY = ForwardOnly()

@@ -84,7 +84,6 @@ def test_out_of_memory_reports_the_numbers_and_frees_all_of_it(
     assert "Tried to allocate 1.00 MiB" in message
     assert "of which 0.00 MiB is free" in message
     assert "in layer decoder.layers.0.linear" in message
-    assert "4 of 10 graphs were captured by then" in message
     assert backend.free_bytes() == 3 * 2**20
     assert train(graphs).isfinite().all()
     assert graphs.counters.replays == 0

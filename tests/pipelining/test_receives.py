@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch_release import ShapeError
 
-from chunkgraph.engine.capture.session import Session
+from chunkgraph.engine.capture import session
 from chunkgraph.pipelining.stage import ReceiveMemory
 
 CPU = torch.device("cpu")
@@ -93,9 +93,13 @@ def test_outputs_of_the_last_step_are_gone_before_a_capture(
 ) -> None:
     """On a GPU they would keep the rest of their blocks of memory from the graphs."""
     num_kept: list[int] = []
-    monkeypatch.setattr(
-        Session, "graph_done", lambda _: num_kept.append(len(pipe.stages[0].output_chunks))
-    )
+
+    def capture(*args: Any) -> Any:
+        num_kept.append(len(pipe.stages[0].output_chunks))
+        return forward(*args)
+
+    forward = session.capture_forward
+    monkeypatch.setattr(session, "capture_forward", capture)
     pipe = pipeline(nn.Linear(4, 4))
     pipe.step()
     assert len(pipe.stages[0].output_chunks) == 2

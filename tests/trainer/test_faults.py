@@ -157,7 +157,6 @@ def memory_runs_out(ranks: list[dict[str, Any]]) -> None:
         "Capturing rank 1, pipeline stage 1, chunk 0 slot 0 backward ran out of memory",
         "Tried to allocate 1.00 MiB",
         "0.00 MiB is free",
-        "1 of 2 graphs were captured by then",
     ):
         assert words in message, message
 

@@ -77,7 +77,6 @@ class SessionSettings:
         shared_slots: see `CaptureOptions`.
         num_together: see `ChunkGraphs`.
         limit: begins the trial of fewer slots (`chunkgraph.engine.paging`); None: there is none.
-        progress: called after every graph with the numbers of graphs captured and of all.
         begin_part: see `BeginPart`.
         any_rank: return whether the argument is true on any rank in the same part of its session.
         layers: follows the layers of the chunks.
@@ -89,7 +88,6 @@ class SessionSettings:
     shared_slots: bool = False
     num_together: int | None = None
     limit: Callable[[Session], Any] | None = None
-    progress: Callable[[int, int], None] = lambda *_: None
     begin_part: BeginPart = lambda _: None
     any_rank: Callable[[bool], bool] = bool
     layers: LayerWatch = field(default_factory=LayerWatch)
@@ -161,7 +159,6 @@ class Session:
         memories: the memory of each slot, which all banks share.
         slots: slots captured so far, in order.
         markers: what follows the gradients of each slot.
-        num_done: number of graphs captured so far.
         saved: the tensors that each slot's forward keeps, by bank, chunk and slot.
         trial: what ``settings.limit`` began.
         held: see `GraphSet`.
@@ -192,7 +189,6 @@ class Session:
         self.memories: dict[Hashable, SlotMemory] = {}
         self.slots: list[Slot] = []
         self.markers: dict[Slot, GradientMarker] = {}
-        self.num_done = 0
         self.saved: dict[SlotKey, tuple[SavedTensor, ...]] = {}
         self.trial: Any = None
         self.held: object = None
@@ -208,25 +204,11 @@ class Session:
             return [[(key, c)] for key in self.samples for c in indices]
         return [[(key, c) for c in indices] for key in self.samples]
 
-    def graph_done(self) -> None:
-        """Report one more captured graph."""
-        self.num_done += 1
-        self.settings.progress(self.num_done, self.num_graphs)
-
     @property
     def held_bytes(self) -> list[int]:
         """Return the bytes that a forward of each chunk holds, in its largest bank."""
         by_chunk = zip(*self.warm_ups.values(), strict=True)
         return [max(warm.held_bytes for warm in of_chunk) for of_chunk in by_chunk]
-
-    @property
-    def num_graphs(self) -> int:
-        """Return the number of graphs that the session captures."""
-        return sum(
-            count * (1 + plan.num_graphs)
-            for of_bank in self.plans.values()
-            for count, plan in zip(self.num_slots, of_bank, strict=True)
-        )
 
     def isolated(self, c: int) -> Isolated:
         """Return chunk ``c``, set aside from training."""
@@ -378,7 +360,6 @@ def _capture_forward(session: Session, slot: Slot) -> Pass:
     with session.bookkeeping[c].restoring():
         forward = capture_forward(slot, session.isolated(c), session.samples[slot.bank][c])
     session.slots.append(slot)
-    session.graph_done()
     saved = saved_tensors(forward.leaves, session.settings.layers)
     session.saved[slot.bank, c, slot.index] = tuple(replace(t, tensor=None) for t in saved)
     return forward
@@ -418,10 +399,10 @@ def _capture_backward(session: Session, slot: Slot, forward: Pass) -> None:
         marker = chunk.new_marker() if chunk.new_marker is not None else None
         if marker is not None:
             session.markers[slot] = marker
-        plan, done = session.plans[slot.bank][c], session.graph_done
+        plan = session.plans[slot.bank][c]
         with session.bookkeeping[c].restoring():
             forward.make_output_grads(slot)
-            input_grads = program_of(chunk).capture_backward(slot, forward, own, plan, marker, done)
+            input_grads = program_of(chunk).capture_backward(slot, forward, own, plan, marker)
     finish_slot(slot, forward, own, input_grads)
 
 

@@ -6,7 +6,7 @@ weight half uses scratch alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -100,7 +100,7 @@ class Split(GraphProgram):
                 delayed.run(leaves, _drop)
                 of_weight = (a for a in log.allocations() if a.begin >= num_input and a.end)
                 in_scratch = tuple(of_weight)
-        return SplitPlan(2, max(0, held_bytes), in_scratch, trace)
+        return SplitPlan(max(0, held_bytes), in_scratch, trace)
 
     @contextmanager
     def run_backward(
@@ -119,7 +119,6 @@ class Split(GraphProgram):
         own: Isolated,
         plan: BackwardPlan,
         marker: GradientMarker | None,
-        on_graph: Callable[[], None],
     ) -> list[torch.Tensor | None]:
         """Capture both halves of the backward. See `GraphProgram`.
 
@@ -142,12 +141,10 @@ class Split(GraphProgram):
             deferral = Deferral(plan.trace, slot.label)
             with weights.taken(deferral.take):
                 input_grads = _capture_input_half(slot, forward, own, deferral)
-                on_graph()
                 with maker.capture(label, pool) as graph:
                     deferral.run(weights.sums.add)
                     weights.finish()
         slot.graphs["W"] = graph
-        on_graph()
         slot.trained = own.sinks.interned(tuple(sorted(weights.sums.trained)))
         return input_grads
 
