@@ -40,12 +40,9 @@ def counted(number: int, noun: str) -> str:
 def shown(value: object) -> str:
     """Return ``repr(value)`` for a message, cut at 200 characters.
 
-    Large, deep and self-referential values take no longer. Never raises.
+    Large, deep and self-referential values take no longer.
     """
-    try:
-        return shorten(_REPR.repr(value))
-    except ValueError:  # Python refuses to write numbers of more than 4300 digits
-        return f"a {type(value).__name__} with too many digits"
+    return shorten(_REPR.repr(value))
 
 
 def escape(text: str, keep: str = "\n\t") -> str:
