@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, get_args
 
@@ -141,6 +142,12 @@ class Chunk:
                 "eagerly, then capture."
             )
         return replace(chunk, parameters=trained)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters, also frozen ones, and the buffers."""
+        if self.module is None:
+            return chain(self.parameters, self.buffers)
+        return chain(self.module.parameters(), self.module.buffers())
 
     def _of_module(self) -> Chunk:
         assert self.module is not None

@@ -79,7 +79,7 @@ class MemoryGroup:
                 f"{what} while graphs sleep. Call wake() or release() before, on every rank."
             )
         for chunk in engine.chunks:
-            refuse_asleep(chunk.label, chunk.parameters, with_gradients=trains)
+            refuse_asleep(chunk.label, chunk.tensors(), with_gradients=trains)
 
     @property
     def is_asleep(self) -> bool:

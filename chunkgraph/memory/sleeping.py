@@ -14,6 +14,7 @@ import torch
 from chunkgraph._text import shown
 from chunkgraph.errors import ConfigError, SlotError
 from chunkgraph.graphs import AddressRanges, CUDABackend, GraphBackend, RecorderBackend, tensor_at
+from chunkgraph.graphs.operators import storage_address
 from chunkgraph.memory import pools
 
 _memories: WeakSet[sleeping_memory] = WeakSet()
@@ -165,21 +166,22 @@ def memory_holding(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def refuse_asleep(label: str, parameters: Iterable[torch.Tensor], *, with_gradients: bool) -> None:
+def refuse_asleep(label: str, tensors: Iterable[torch.Tensor], *, with_gradients: bool) -> None:
     """Refuse a step of ``label``, a chunk or optimizer, that would use memory that sleeps.
 
     Raises:
-        SlotError: a parameter, or a gradient that the step uses, lies in it.
+        SlotError: one of ``tensors``, or a gradient that the step uses, lies in it.
     """
     _asleep.difference_update([m for m in _asleep if not m.pool.live()])  # nobody may have them
+    every = [*tensors] if _asleep else []
     for memory in _asleep:
         reserved = memory.pool.reserved()
-        for p in parameters:
+        for p in every:
             grads = (p.grad, getattr(p, "main_grad", None)) if with_gradients else ()
-            used = [t.data_ptr() for t in (p, *grads) if t is not None]
+            used = [storage_address(t) for t in (p, *grads) if t is not None]
             if any(area.start <= a < area.end for area in reserved for a in used):
                 raise SlotError(
                     f"A step of {label} began while memory {memory.label} sleeps, which holds a "
-                    f"parameter or gradient of shape {tuple(p.shape)}. Call its wake() before, on "
-                    "every rank."
+                    f"parameter, buffer or gradient of shape {tuple(p.shape)}. Call its wake() "
+                    "before, on every rank."
                 )

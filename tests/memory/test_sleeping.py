@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from toys import Tower, add_to_main_grads, all_equal, sample
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
@@ -150,6 +151,27 @@ def test_a_step_that_uses_sleeping_memory_says_which(eager: bool) -> None:
     weights.wake()
     with graphs.step(1, eager=eager):
         graphs.callables[0](x).sum().backward()
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_frozen_weights_and_buffers_that_sleep_are_found(trains: bool) -> None:
+    """Those of a reference model, and of a base with adapters."""
+    memory = sleeping_memory("base", backup="host", backend=RecorderBackend(can_sleep=True))
+    with memory:
+        frozen = nn.Linear(8, 8).requires_grad_(False)
+        table = torch.ones(8)
+        assert torch.empty(3, device="meta").is_meta
+    module = nn.Sequential(frozen, nn.Linear(8, 8)) if trains else frozen
+    other = nn.Linear(8, 8)
+    other.register_buffer("table", table)
+    memory.sleep()
+    for own, shape in ((module, "8, 8"), (other, "8,")):
+        with (
+            pytest.raises(SlotError, match=rf"memory base sleeps.*gradient of shape \({shape}\)"),
+            torch.set_grad_enabled(trains),
+            ChunkGraphs(own, 1).step(1, forward_only=not trains),
+        ):
+            pass
 
 
 def test_the_innermost_block_of_a_thread_serves_it() -> None:

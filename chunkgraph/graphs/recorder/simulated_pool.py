@@ -98,7 +98,7 @@ class SimulatedPool(Pool):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             start = storage.data_ptr()
-            if storage.nbytes() == 0 or start in kept:
+            if tensor.is_meta or storage.nbytes() == 0 or start in kept:
                 starts.append(None)
                 continue
             if start not in moved:
