@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -129,6 +130,7 @@ class ModelPart:
             label=self.label,
             module=self.module,
             module_name=self.name,
+            follows_module=self._ddp is None,
             buffers=tuple(self.module.buffers()),
             before_forward=before,
             new_marker=new_marker,
@@ -140,10 +142,11 @@ class ModelPart:
         """Send the module's forwards in steps to ``call``, until ``undo`` is closed."""
         module, num_named = self.module, len(self._names)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
             is_training = module.training and torch.is_grad_enabled()
-            if not (is_training or steps.takes_calls or self.takes_all_calls):
-                return self._eager(module, *args, **kwargs)
+            is_taken = is_training or steps.takes_calls or self.takes_all_calls
+            if called is not module or not is_taken:  # a copy of the model is not captured
+                return self._eager(called, *args, **kwargs)
             keywords = kwargs
             if args:  # by name, so that equivalent calls look the same to the engine
                 keywords = {**dict(zip(self._names, args, strict=False)), **kwargs}
@@ -160,7 +163,7 @@ class ModelPart:
             }
             return call((first, *args[num_named:]), keywords)
 
-        undo.callback(patch_attributes(module, {"forward": forward}))
+        undo.callback(patch_attributes(module, {"forward": MethodType(forward, module)}))
 
     def _take_input(self, keywords: dict[str, Any]) -> Any:
         """Return the engine's first argument; leave its other arguments in ``keywords``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from extended_config import config_from_mapping
 from in_process import EXPERTS, Trained
 
@@ -68,6 +70,40 @@ def test_one_rank(one_rank: torch.device, config: Config, scope: Any) -> None:
     assert counters.fallbacks == {"forward only": 2, "capture warmup": 1}
     assert (steps.counters.capture_sessions, steps.counters.replayed_steps) == (2, 5)
     assert steps.num_eager_calls == 0
+
+
+def test_a_copy_of_the_model_computes_with_its_own_weights(
+    one_rank: torch.device, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy is a reference that is not captured; then weights are replaced after a release."""
+    monkeypatch.setitem(copy._deepcopy_dispatch, dist.ProcessGroup, lambda group, _: group)
+
+    def run(graphs: dict[str, Any] | None) -> list[torch.Tensor]:
+        model = Trained(one_rank, config, None)
+        model.chunks = [copy.deepcopy(model.chunks[0].module)]  # without DDP
+        model.chunks[0].zero_grad_buffer = model.chunks[0].zero_grad
+        model.chunks[0].config.finalize_model_grads_func = None
+        if graphs is not None:
+            model.attach(**graphs)
+        losses = model.step(0, 1) + model.step(1, 1)
+        reference = Trained(one_rank, config, None)
+        reference.chunks = [copy.deepcopy(model.chunks[0])]
+        for parameter in model.chunks[0].parameters():
+            parameter.data.mul_(0.5)
+        with torch.no_grad():
+            losses += reference.step(1, 1, clears=False, forward_only=True)
+        losses += model.step(1, 1)
+        if graphs is not None:
+            model.graphs.release()
+        model.chunks[0].load_state_dict(reference.chunks[0].state_dict(), assign=True)
+        losses += model.step(1, 1) + model.step(2, 1)
+        gradients = [p.grad.clone() for p in model.chunks[0].parameters()]
+        if graphs is not None:
+            assert model.graphs.counters.replayed_steps == 3
+        return [torch.tensor(losses), *gradients]
+
+    expected, got = run(None), run({"scope": "chunk"})
+    assert all(map(torch.equal, got, expected))
 
 
 def test_features_that_only_train(one_rank: torch.device, make_config: Callable[..., Any]) -> None:

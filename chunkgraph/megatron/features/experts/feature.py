@@ -132,6 +132,7 @@ class Experts(LimitedFeature):
         return replace(
             chunk,
             buffers=(*chunk.buffers, *self._state.buffers, *self.tensors),
+            follows_module=False,  # it would lose these
             before_backward=chained(chunk.before_backward, self._state.before_backward),
         )
 
