@@ -10,7 +10,9 @@ import torch
 from in_process import attach
 from torch import nn
 
+from chunkgraph.engine import StepMode
 from chunkgraph.errors import ConfigError
+from chunkgraph.megatron.feature import Step
 from chunkgraph.megatron.features.packing import pinned
 from chunkgraph.megatron.features.packing.bank import PackedBank
 from chunkgraph.packing import PackedShape
@@ -66,6 +68,24 @@ def test_calls_that_differ_from_the_packings_are_refused() -> None:
     many = params(cu_seqlens_q=[0, 1, 2, 3, 4, 8])
     with pytest.raises(ConfigError, match=r"cu_seqlens_q has 5 sequences, but .* fit 4"):
         padded(8, packed_seq_params=many)
+
+
+def test_passes_without_gradients_in_a_training_step_are_not_its_microbatches() -> None:
+    model: Any = nn.Module()
+    model.config, model.post_process = SimpleNamespace(variable_seq_lengths=True), True
+    part: Any = SimpleNamespace(index=0, label="chunk 0", module=model, takes_all_calls=False)
+    feature = pinned.PinnedRows(SimpleNamespace(chunks=[model], parts=[part]))
+    call = feature.call(part, lambda _, kwargs: kwargs["input_ids"])
+    own = params(cu_seqlens_q=[0, 3, 8], cu_seqlens_kv=[0, 3, 8])
+    plan: Any = SimpleNamespace(pinned=[(8, PackedBank(PackedShape(4, 16)))])
+    seen: list[int] = []
+    for is_training in (True, False):
+        with feature.step(Step(StepMode.EAGER, is_training, plan)):
+            for enabled in (not is_training, is_training):
+                with torch.set_grad_enabled(enabled):
+                    ids = call((), {"input_ids": torch.ones(1, 8), "packed_seq_params": own})
+                    seen.append(ids.untyped_storage().nbytes() // 4)
+    assert seen == [8, 16, 16, 8]  # in a step of forwards, the second is not of the schedule
 
 
 def test_only_whole_chunks_are_pinned(chunks: list[nn.Module]) -> None:

@@ -55,6 +55,7 @@ class PinnedRows(Feature):
         self._pinned: Sequence[tuple[int, PackedBank]] = ()
         self._parts = site.parts
         self._num_calls = [0] * len(site.parts)
+        self._is_training = False
 
     @classmethod
     def of(cls, site: Site, _undo: ExitStack) -> Self | None:
@@ -76,7 +77,7 @@ class PinnedRows(Feature):
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
         """Let stages exchange tensors of known shapes, if this step's documents fit."""
-        self._pinned = step.plan.pinned
+        self._pinned, self._is_training = step.plan.pinned, step.is_training
         self._num_calls = [0] * len(self._num_calls)
         with ExitStack() as undo:
             for config in self._configs if self._pinned else ():
@@ -90,6 +91,8 @@ class PinnedRows(Feature):
         index, label = part.index, part.label
 
         def pinned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._is_training and not torch.is_grad_enabled():
+                return call(args, kwargs)  # a pass besides those of the schedule
             number = self._num_calls[index]
             self._num_calls[index] += 1
             if number >= len(self._pinned):
