@@ -494,8 +494,6 @@ class ChunkGraphs:
         self._calls_again = None
         self._samples.forget()
         if result.captured is not None:
-            self._captured = result.captured
-            self._captured_shape_key = shape_key
             last = [chunk.actions[-1] for chunk in self.chunks]
             self._of_capture = (
                 *([result.verifier] if result.verifier is not None else ()),
@@ -503,6 +501,7 @@ class ChunkGraphs:
                 ReplayCounters(self.counters),
             )
             self._replayer.take(result.captured)
+            self._captured, self._captured_shape_key = result.captured, shape_key
             self.counters.captures += sum(map(len, result.captured.slots))
             self.counters.capture_sessions += 1
             return

@@ -6,6 +6,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -87,6 +88,19 @@ def test_out_of_memory_reports_the_numbers_and_frees_all_of_it(
     assert backend.free_bytes() == 3 * 2**20
     assert train(graphs).isfinite().all()
     assert graphs.counters.replays == 0
+
+
+def test_a_capture_that_is_interrupted_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = ChunkGraphs([chunk_of(False)], [1], backend=RecorderBackend())
+    train(graphs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs._replayer, "take", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train(graphs)
+    for _ in range(2):
+        assert train(graphs).isfinite().all()
+    assert graphs.counters.replays == 1
 
 
 def test_a_loss_over_two_calls_is_refused_before_any_replay() -> None:
