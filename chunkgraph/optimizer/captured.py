@@ -100,7 +100,7 @@ class CapturedOptimizer:
 
     def _facts(self) -> Hashable:
         parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
-        if len(parameters) != len(self._parameters):  # a group was added
+        if [*map(id, parameters)] != [*map(id, self._parameters)]:  # replaced, or a group is new
             self._parameters, self._gradients = parameters, SettledGradients(parameters)
         return self._gradients.settle(), self._state.facts(), self._max_norm
 

@@ -14,11 +14,24 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import optimizer as torch_optimizer
+
+from chunkgraph._text import shown
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _reference: Callable[[torch.UntypedStorage], Any] = StorageWeakRef
 _MOST_MOVES = 2
 """A gradient that has moved more often is copied to memory of its own."""
+
+
+def _hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the hooks on the steps of ``optimizer``, and on those of all optimizers."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    of_all = (
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
+    return [hook for hooks in (*own, *of_all) for hook in hooks.values()]
 
 
 def _problems(optimizer: torch.optim.Optimizer) -> Iterator[str]:
@@ -36,9 +49,8 @@ def _problems(optimizer: torch.optim.Optimizer) -> Iterator[str]:
         yield "parameters are sharded (DTensor)"
     if len({p.device for p in params}) > 1:
         yield "parameters are on several devices"
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    if any(getattr(optimizer, name, None) for name in hooks):
-        yield "a hook on the optimizer's step runs in Python, which a replay does not"
+    if hooks := _hooks(optimizer):
+        yield f"a hook on the optimizer's step ({shown(hooks[0])}) runs in Python, not in a replay"
 
 
 class OptimizerState:
@@ -50,6 +62,8 @@ class OptimizerState:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+        groups = optimizer.param_groups
+        self._device = next(p.device for group in groups for p in group["params"])
         # By number of the group, on the device, and the numbers that they hold.
         self._rates: dict[int, torch.Tensor] = {}
         self._values: dict[int, Any] = {}
@@ -60,9 +74,9 @@ class OptimizerState:
         return next(_problems(optimizer), "")
 
     def facts(self) -> Hashable:
-        """Return the constants of a step, and the addresses of parameters and state."""
+        """Return the constants of a step, its hooks, and the addresses of parameters and state."""
         constants = [key for key in self.optimizer.defaults if key != "lr"]
-        facts: list[Hashable] = []
+        facts: list[Hashable] = [len(_hooks(self.optimizer))]
         state: Any = self.optimizer.state
         for group in self.optimizer.param_groups:
             facts += [repr(group.get(key)) for key in constants]
@@ -78,7 +92,7 @@ class OptimizerState:
         Call it before a capture: tensors that a capture creates belong to its graph.
         """
         for i, group in enumerate(self.optimizer.param_groups):
-            rate, tensor = group["lr"], self._rate(i, group)
+            rate, tensor = group["lr"], self._rate(i)
             if isinstance(rate, torch.Tensor):
                 tensor.copy_(rate, non_blocking=True)
                 self._values.pop(i, None)
@@ -96,7 +110,7 @@ class OptimizerState:
         kept = [(group, dict(group)) for group in self.optimizer.param_groups]
         try:
             for i, (group, _) in enumerate(kept):
-                group["lr"] = self._rate(i, group)
+                group["lr"] = self._rate(i)
                 if captures and "capturable" in group:
                     group["capturable"] = True  # fused kernels are, but torch asks for it
             yield
@@ -104,12 +118,11 @@ class OptimizerState:
             for group, before in kept:
                 group.update(before)
 
-    def _rate(self, i: int, group: dict[str, Any]) -> torch.Tensor:
+    def _rate(self, i: int) -> torch.Tensor:
         """Return the tensor of a learning rate, in the type that kernels read."""
         if i not in self._rates:
-            device = group["params"][0].device
-            dtype = torch.float64 if device.type == "cpu" else torch.float32
-            self._rates[i] = torch.zeros((), dtype=dtype, device=device)
+            dtype = torch.float64 if self._device.type == "cpu" else torch.float32
+            self._rates[i] = torch.zeros((), dtype=dtype, device=self._device)
         return self._rates[i]
 
 

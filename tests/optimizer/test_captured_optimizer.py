@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from chunkgraph.engine import CaptureOptions, ChunkGraphs
 from chunkgraph.errors import CaptureError, ConfigError
@@ -49,7 +50,7 @@ def sgd(parameters: Any, lr: Any) -> torch.optim.Optimizer:
 def groups_of(model: Model) -> list[dict[str, Any]]:
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
-    return [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return [{"params": decayed}, {"params": []}, {"params": others, "weight_decay": 0.0}]
 
 
 def cosine(optimizer: torch.optim.Optimizer) -> Any:
@@ -122,9 +123,9 @@ def run_eagerly(
     model = new_model(backend)
     optimizer = new_optimizer(groups_of(model), 1e-2)
     scheduler = new_scheduler(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def step() -> torch.Tensor:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(parameters, max_norm)
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:  # the same tensor for the kernels
@@ -199,6 +200,18 @@ def test_a_changed_weight_decay_captures_again(backend: GraphBackend) -> None:
     assert captured.graph.num_captures == 2
 
 
+def test_replaced_parameters_are_those_of_the_norm(backend: GraphBackend) -> None:
+    def replace(step: int, optimizer: torch.optim.Optimizer) -> None:
+        params = optimizer.param_groups[0]["params"]
+        if step == 5:
+            params[0] = nn.Parameter(params[0].detach() * 30)
+            params.reverse()
+
+    eager = run_eagerly(backend, adamw, cosine, 0.05, before_step=replace, num_steps=9)
+    values, _ = run_captured(backend, adamw, cosine, 0.05, before_step=replace, num_steps=9)
+    assert is_equal(values, eager)
+
+
 def test_a_weight_decay_that_always_changes_stays_eager(backend: GraphBackend) -> None:
     def change(step: int, optimizer: torch.optim.Optimizer) -> None:
         optimizer.param_groups[0]["weight_decay"] = 0.1 + step / 100
@@ -270,6 +283,20 @@ def test_hooks_of_the_step_are_refused(backend: GraphBackend) -> None:
     optimizer.register_step_post_hook(lambda *_: None)
     with pytest.raises(ConfigError, match="hook on the optimizer's step"):
         CapturedOptimizer(optimizer, backend)
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_hooks_that_appear_after_the_capture_are_refused(
+    backend: GraphBackend, is_global: bool
+) -> None:
+    layer, optimizer, captured = small(backend)
+    run_small(layer, captured.step, 3)
+    register = register_optimizer_step_pre_hook if is_global else optimizer.register_step_pre_hook
+    handle = register(lambda *_: None)
+    with pytest.raises(ConfigError, match=r"hook on the optimizer's step \(<function"):
+        run_small(layer, captured.step, 1)
+    handle.remove()
+    assert captured.graph.num_replays == 2
 
 
 def test_a_failed_capture_raises_or_stays_eager(
