@@ -22,7 +22,11 @@ from chunkgraph.engine.agreement import (
 )
 from chunkgraph.engine.chunk import is_integer
 from chunkgraph.engine.split import WeightBackwards
-from chunkgraph.errors import ChunkGraphError, ConfigError, ReplayMismatchError
+from chunkgraph.errors import (
+    ChunkGraphError,
+    ConfigError,
+    ReplayMismatchError,
+)
 from chunkgraph.pipelining.data_parallel import refuse_too_few_steps
 from chunkgraph.pipelining.slots import ScheduleSlots, actions_of, slots_of
 from chunkgraph.pipelining.stage import ReceiveMemory, StageReplays, graphed
@@ -204,10 +208,16 @@ class GraphedSchedule:
 
     def _new(self, count: int) -> Any:
         """Create the schedule for a count; check that it has that count and the captured stages."""
+        if not callable(self._make):
+            raise ConfigError(
+                f"make is {shown(self._make)}. Pass a function that creates a schedule, such as "
+                "lambda n: Schedule1F1B(stage, n, loss_fn=loss_fn)."
+            )
         schedule = self._make(count)
         actual = getattr(schedule, "_n_microbatches", count)
-        if schedule is None or actual != count:
-            what = "None" if schedule is None else f"a schedule of {actual} microbatches"
+        is_none = schedule is None or isinstance(schedule, type)
+        if is_none or actual != count:
+            what = shown(schedule) if is_none else f"a schedule of {actual} microbatches"
             raise ConfigError(
                 f"make({count}) returned {what}. Let it return a schedule of {count} microbatches, "
                 f"such as Schedule1F1B(stage, {count}, loss_fn=loss_fn)."

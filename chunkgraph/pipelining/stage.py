@@ -212,7 +212,7 @@ class StageReplays:
     def __init__(self, stage: GraphedStage, memory: ReceiveMemory, *, is_split: bool) -> None:
         self._stage = stage
         self._memory = memory
-        wrapper = stage.submod
+        self._wrapper: Any = (wrapper := stage.submod)
         self.is_wrapped = isinstance(wrapper, DistributedDataParallel)
         self._sharded = wrapper if isinstance(wrapper, FSDPModule) else None
         self._graphs: ChunkGraphs | None = None
@@ -248,7 +248,16 @@ class StageReplays:
         self.take_stage()
 
     def take_stage(self) -> None:
-        """Take the stage, whose last step another `GraphedSchedule` may have run."""
+        """Take the stage, whose last step another `GraphedSchedule` may have run.
+
+        Raises:
+            ConfigError: Its module was replaced.
+        """
+        if self._stage.submod is not self._wrapper:
+            raise ConfigError(
+                f"{self.chunk.label}: submod is another module than the one that GraphedSchedule "
+                "captures. Create a GraphedSchedule of the changed stage, on all ranks."
+            )
         self._stage.replays, self._stage.dw_builder = self, self._builder
 
     @property
@@ -319,7 +328,7 @@ class StageReplays:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, or in an eager step its wrapper."""
         assert self._graphs is not None
-        wrapper: Any = self._stage.submod
+        wrapper = self._wrapper
         if self._graphs.mode is StepMode.EAGER:
             with wrapper.no_sync() if self.is_wrapped else nullcontext():
                 return wrapper(*args, **kwargs)

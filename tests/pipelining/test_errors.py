@@ -78,12 +78,22 @@ def test_a_schedule_of_other_stages_is_refused(one_rank: None, cls: type) -> Non
     [
         (lambda stage: Schedule1F1B(stage, 4), "a schedule of 4 microbatches"),
         (lambda stage: None, "None"),
+        (lambda stage: Schedule1F1B, "<class '.*Schedule1F1B'>"),
     ],
 )
 def test_a_schedule_of_another_count_is_refused(one_rank: None, make: Make, returned: str) -> None:
     stage = GraphedStage(nn.Linear(4, 4), 0, 1, CPU)
     with pytest.raises(ConfigError, match=rf"make\(8\) returned {returned}\. Let it return"):
         GraphedSchedule(stage, lambda n: make(stage) if n == 8 else Schedule1F1B(stage, n), (4, 8))
+    with pytest.raises(ConfigError, match=r"make is <.*Schedule1F1B.*Pass a function that creates"):
+        GraphedSchedule(stage, Schedule1F1B(stage, 2), (2,))
+
+
+def test_another_module_in_a_stage_is_refused(pipeline: Make) -> None:
+    one = pipeline(nn.Linear(4, 4))
+    one.stages[0].submod = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="stage 0: submod is another module"):
+        one.step()
 
 
 def test_the_count_is_needed_where_there_are_several(pipeline: Make) -> None:
