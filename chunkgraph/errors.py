@@ -25,6 +25,8 @@ are known) and the remedy. Leaves also subclass the builtin that a caller would 
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 _LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -115,6 +117,14 @@ class WorkerError(ChunkGraphError, RuntimeError):
 
 class OutputError(ChunkGraphError, OSError):
     """Results could not be written to the requested file."""
+
+
+def refuse_deepcopy(self: object, _memo: object) -> NoReturn:
+    """Refuse to copy an object with graphs: they read and write the memory of one model."""
+    raise TypeError(
+        f"A {type(self).__name__} cannot be copied: its graphs read and write the memory of one "
+        "model or optimizer. Copy that, and make graphs for the copy."
+    )
 
 
 def describe_loss(error: BaseException, text: str, rank: int) -> str:

@@ -38,7 +38,7 @@ from chunkgraph.engine.observer import (
 from chunkgraph.engine.replay import Replayer
 from chunkgraph.engine.step import SHAPE_UNKNOWN, EagerReason, StepMode, StepPlan, StepRequest
 from chunkgraph.engine.tree import Call
-from chunkgraph.errors import CaptureError, ConfigError, SlotError
+from chunkgraph.errors import CaptureError, ConfigError, SlotError, refuse_deepcopy
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.optimizer import CapturedOptimizer
 from chunkgraph.slots import RankSchedule, plan_slots
@@ -93,6 +93,8 @@ class ChunkGraphs:
         memory: the memory of the graphs; see `MemoryGroup`.
         recaptures: whether memory that moves costs a capture.
     """
+
+    __deepcopy__ = refuse_deepcopy
 
     def __init__(
         self,

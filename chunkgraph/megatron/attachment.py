@@ -26,7 +26,7 @@ from chunkgraph.engine import Banks, CaptureOptions, ChunkGraphs, ReplayRanges
 from chunkgraph.engine.agreement import refuse_differences, refused_together
 from chunkgraph.engine.split import SPLIT, DelayedModules, WeightBackwards
 from chunkgraph.engine.step import StepMode
-from chunkgraph.errors import ConfigError, SlotError
+from chunkgraph.errors import ConfigError, SlotError, refuse_deepcopy
 from chunkgraph.megatron.core.access import refuse_other_releases
 from chunkgraph.megatron.core.agreement import before_groups_end
 from chunkgraph.megatron.core.data_parallel import facts_of_delays
@@ -177,6 +177,8 @@ class MegatronChunkGraphs:
         sleep: See `ChunkGraphs.sleep`.
         wake: See `ChunkGraphs.wake`.
     """
+
+    __deepcopy__ = refuse_deepcopy
 
     def __init__(
         self,

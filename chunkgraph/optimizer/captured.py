@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from chunkgraph.errors import ConfigError
+from chunkgraph.errors import ConfigError, refuse_deepcopy
 from chunkgraph.graphs import GraphBackend
 from chunkgraph.memory.sleeping import refuse_asleep
 from chunkgraph.optimizer.state import OptimizerState, SettledGradients
@@ -39,6 +39,8 @@ class CapturedOptimizer:
         optimizer: The optimizer.
         graph: The graph; it counts captures and replays.
     """
+
+    __deepcopy__ = refuse_deepcopy
 
     def __init__(
         self,

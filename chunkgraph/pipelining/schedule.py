@@ -26,6 +26,7 @@ from chunkgraph.errors import (
     ChunkGraphError,
     ConfigError,
     ReplayMismatchError,
+    refuse_deepcopy,
 )
 from chunkgraph.pipelining.data_parallel import refuse_too_few_steps
 from chunkgraph.pipelining.slots import ScheduleSlots, actions_of, slots_of
@@ -73,6 +74,8 @@ class GraphedSchedule:
         )
         schedules.step(x, target=y, num_microbatches=8)
     """
+
+    __deepcopy__ = refuse_deepcopy
 
     def __init__(
         self,

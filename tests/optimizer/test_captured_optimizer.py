@@ -299,6 +299,14 @@ def test_hooks_that_appear_after_the_capture_are_refused(
     assert captured.graph.num_replays == 2
 
 
+def test_graphs_are_not_copied(backend: GraphBackend) -> None:
+    layer, _, captured = small(backend)
+    run_small(layer, captured.step, 3)
+    for one in (captured, ChunkGraphs(layer, 1, backend=backend)):
+        with pytest.raises(TypeError, match=f"A {type(one).__name__} cannot be copied"):
+            copy.deepcopy({"trainer": one})
+
+
 def test_a_failed_capture_raises_or_stays_eager(
     backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
