@@ -69,9 +69,9 @@ class Grid:
     slots: Mapping[tuple[int, int], int]
 
     @classmethod
-    def of(cls, schedule: Schedule, costs: CostModel | None = None) -> Grid:
-        """Simulate a schedule; without costs, in forwards of all layers of a rank."""
-        costs = costs or CostModel().scaled(1 / schedule.num_chunks)
+    def of(cls, schedule: Schedule) -> Grid:
+        """Simulate a schedule, in forwards of all layers of a rank."""
+        costs = CostModel().scaled(1 / schedule.num_chunks)
         return cls(simulation=simulate(schedule, costs), slots=assign_slots(schedule))
 
     def print(self, console: Console) -> None:

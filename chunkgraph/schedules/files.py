@@ -9,7 +9,7 @@ from chunkgraph._inputs import read_input
 from chunkgraph._text import counted, shorten
 from chunkgraph.errors import ConfigError
 from chunkgraph.schedules.action import Op
-from chunkgraph.schedules.build import MAX_STAGES, check_sizes
+from chunkgraph.schedules.build import check_sizes
 from chunkgraph.schedules.registry import get_family, list_schedules
 from chunkgraph.schedules.schedule import Schedule
 from chunkgraph.schedules.shape import Placement
@@ -33,8 +33,6 @@ def read_schedule(name: str) -> Schedule | None:
     content = read_input(name, "the schedule", advice, _MAX_FILE_BYTES)
     name = shorten(name)
     schedule = Schedule.from_csv(content.decode(errors="replace"), name=name)
-    if schedule.num_ranks > MAX_STAGES:
-        raise ConfigError(f"{name}: {schedule.num_ranks} rows, one for each rank, are too many.")
     validate(schedule)
     return schedule
 

@@ -6,7 +6,6 @@ differences from the base, which may have a base too.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ from chunkgraph.settings.rules import check_settings
 
 _BASE = "extends"
 _MAX_BYTES = 64 * 1024
-_MAX_VALUES = 10_000  # with aliases written out: a few lines could stand for billions
 _MAX_PROBLEMS = 20
 _EXPECTED = {
     "a valid boolean": "true or false",
@@ -134,27 +132,13 @@ def _read_files(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
 def _parse(text: str | bytes, where: str) -> Any:
     """Read the values of YAML text; ``where`` is its origin, for errors."""
     try:
-        value = yaml.load(text, Loader=_Loader)
-        if _num_values(value, {}) > _MAX_VALUES:
-            raise ValueError(f"more than {_MAX_VALUES} values, with aliases written out")
-        return value
+        return yaml.load(text, Loader=_Loader)
     except Exception as error:  # noqa: BLE001 - tagged values raise errors of many kinds
         mark = getattr(error, "problem_mark", None)
         place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
         what = shorten(" ".join(str(problem).split()))
         raise ConfigError(f"{where}{place}: not valid YAML: {what}.") from None
-
-
-def _num_values(value: Any, known: dict[int, float]) -> float:
-    """Count the values in a value; infinitely many if it contains itself."""
-    if not isinstance(value, (dict, list, tuple)):
-        return 1
-    if (count := known.get(id(value))) is None:
-        known[id(value)] = math.inf  # until all is counted
-        parts = value.values() if isinstance(value, dict) else value
-        count = known[id(value)] = 1 + sum(_num_values(part, known) for part in parts)
-    return count
 
 
 def _merge(raw: dict[str, Any], values: Mapping[str, Any]) -> None:

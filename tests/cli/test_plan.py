@@ -16,7 +16,7 @@ from chunkgraph.cli import plan, plan_export
 from chunkgraph.cli.__main__ import main
 from chunkgraph.cli.plan_export import Grid
 from chunkgraph.errors import ConfigError
-from chunkgraph.schedules import CostModel, build_schedule, list_schedules
+from chunkgraph.schedules import build_schedule, list_schedules
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = """\
@@ -359,15 +359,6 @@ def test_it_fits_the_width_and_keeps_every_action(built, width, monkeypatch):
     for of_rank, actions in zip(words, built.actions, strict=True):
         shown = [word for word in of_rank if word[0] in "FBIW"]
         assert len(shown) == len(actions)
-
-
-def test_measured_costs_keep_every_label(built):
-    """The lengths of these actions are no multiples of each other."""
-    costs = CostModel(forward_ms=1.61, backward_ms=4.59, input_grad_ms=2.37, weight_grad_ms=1.43)
-    text = printed(Grid.of(built, costs), width=100_000)
-    for words, actions in zip(words_of_ranks(text, built.num_ranks), built.actions, strict=True):
-        labels = [f"{a.op.value}{a.microbatch}" for a in actions]
-        assert [word.partition("/")[0].partition(".")[0] for word in words] == labels
 
 
 def test_a_long_step_ends_with_a_hint():

@@ -57,14 +57,8 @@ def _stack_spec(implementation: str) -> Any:
 def packed_seq_params(batch: dict[str, Any]) -> PackedSeqParams:
     """Make the parameters with the number of rows, from which Megatron computes their documents."""
     offsets, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"].item())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=offsets,
-        cu_seqlens_kv=offsets,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        total_tokens=batch["tokens"].numel(),
-    )
+    num_rows = batch["tokens"].numel()
+    return PackedSeqParams("thd", *[offsets] * 2, None, None, *[longest] * 2, total_tokens=num_rows)
 
 
 def main() -> None:

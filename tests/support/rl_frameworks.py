@@ -70,15 +70,7 @@ def packed(
     offsets = torch.tensor(ends, dtype=torch.int32)
     longest = int(offsets.diff().max())
     padded = offsets if padded_offsets else None
-    params = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=offsets,
-        cu_seqlens_kv=offsets,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    params = PackedSeqParams("thd", *[offsets] * 2, *[padded] * 2, longest, longest)
     return ids.unsqueeze(0), params
 
 

@@ -62,15 +62,7 @@ def microbatches(
             ends = torch.cat([ends, torch.tensor([bucket], dtype=torch.int32)])
             longest = bucket + 1  # Megatron mistakes a table of as many rows as there are
         ends = ends.to(device)
-        params = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=ends,
-            cu_seqlens_kv=ends,
-            cu_seqlens_q_padded=ends,
-            cu_seqlens_kv_padded=ends,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
+        params = PackedSeqParams("thd", *[ends] * 4, longest, longest)
         nested = torch.nested.as_nested_tensor([*tokens[0].split(lengths)], layout=torch.jagged)
         yield {"ids": ids, "nested": nested, "tokens": tokens, "params": params}
 
