@@ -212,7 +212,8 @@ class StageReplays:
     def __init__(self, stage: GraphedStage, memory: ReceiveMemory, *, is_split: bool) -> None:
         self._stage = stage
         self._memory = memory
-        self._wrapper: Any = (wrapper := stage.submod)
+        wrapper = stage.submod
+        self._wrapper: Any = wrapper
         self.is_wrapped = isinstance(wrapper, DistributedDataParallel)
         self._sharded = wrapper if isinstance(wrapper, FSDPModule) else None
         self._graphs: ChunkGraphs | None = None
