@@ -138,6 +138,11 @@ PROGRAMS = {
         loss="square",
         watches=True,
     ),
+    "an_input_that_is_returned_and_requires_gradients_once": Program(
+        chunks=(ChunkSpec(("linear",), form="tuple", extras=("identity",)),),
+        steps=(Step(inside=(Action(0, "leaf_input"),)), ONCE),
+        input_grads=False,
+    ),
     "a_warmup_step_without_backward": Program(
         chunks=(ChunkSpec(("encoder",)),),
         steps=(Step(inside=(Action(1, "drop"),)), ONCE, ONCE),
