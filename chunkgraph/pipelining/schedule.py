@@ -218,9 +218,9 @@ class GraphedSchedule:
             )
         schedule = self._make(count)
         actual = getattr(schedule, "_n_microbatches", count)
-        is_none = schedule is None or isinstance(schedule, type)
-        if is_none or actual != count:
-            what = shown(schedule) if is_none else f"a schedule of {actual} microbatches"
+        is_missing = schedule is None or isinstance(schedule, type)
+        if is_missing or actual != count:
+            what = shown(schedule) if is_missing else f"a schedule of {actual} microbatches"
             raise ConfigError(
                 f"make({count}) returned {what}. Let it return a schedule of {count} microbatches, "
                 f"such as Schedule1F1B(stage, {count}, loss_fn=loss_fn)."

@@ -62,6 +62,7 @@ TAGGED = ("!!bool maybe", "!!timestamp now", "!!int ''", "!!map [1]")
         *((f"a: {tagged}", ["not valid YAML"]) for tagged in TAGGED),
         ("a: " + "x" * 300_000, ["it is larger than 65536 bytes"]),
         ("1: 2", ["unknown key '1' in the top level"]),
+        ("model: &a [*a]", ["model is [[", "it must be a section"]),
     ],
 )
 def test_a_bad_file_is_named_with_the_place(
