@@ -55,7 +55,7 @@ def test_running_out_in_a_capture_gives_all_of_it_back() -> None:
         with graphs.step(1):
             gradient_of(graphs.callables[0], module)
         step = graphs.step(1)
-        with pytest.warns(UserWarning, match=r"(?s)ran out of memory.*\d+ of 80 graphs") as warned:
+        with pytest.warns(UserWarning, match="Capturing chunk 0 ran out of memory") as warned:
             mode = step.__enter__()
         assert mode is StepMode.EAGER
         actual = gradient_of(graphs.callables[0], module)
