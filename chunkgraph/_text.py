@@ -20,7 +20,7 @@ _REPR.maxstring = _REPR.maxlong = _REPR.maxother = _MAX_SHOWN
 _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 20
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.7) -> str:
     """Return a question with the known name most like ``name``, whatever its case.
 
     Returns:

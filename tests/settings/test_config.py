@@ -91,14 +91,14 @@ def test_a_wrong_value_is_named_with_the_reason(
 
 
 def test_all_wrong_values_are_named_at_once(small: Path) -> None:
-    overrides = ["train.lr=-1", "model.swigl=true", "capture.verify=all", "train.seed=x"]
+    overrides = ["train.lr=0", "model.swigl=1", "capture.verify=all", "train.seed=x", "device=gpu"]
     with pytest.raises(ConfigError) as error:
         load_config(small, overrides)
     first, *lines = str(error.value).split("\n  - ")
     assert first == f"{small}:"
-    assert [line.split()[0].rstrip(":") for line in lines] == [
-        *("model.swigl", "train.seed", "train.lr", "capture.verify"),
-    ]
+    names = [line.split()[0].rstrip(":") for line in lines]
+    assert names == ["device", "model.swigl", "train.seed", "train.lr", "capture.verify"]
+    assert lines[0] == "device is 'gpu'; it must be 'cpu', 'cuda' or 'auto'."
 
 
 @pytest.mark.parametrize(
