@@ -1,8 +1,6 @@
 """Megatron's own ``pretrain()`` on two GPUs, with and without the flag, to the last bit.
 
 Further topologies, FP8 recipes and recomputation are those of ``chunkgraph train``.
-
-Run in one process for each rank under torchrun.
 """
 
 from __future__ import annotations

@@ -127,17 +127,6 @@ def test_light_modules_import_no_torch(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_unknown_public_name_is_an_attribute_error() -> None:
-    import chunkgraph
-
-    assert set(dir(chunkgraph)) == set(chunkgraph.__all__)
-    with pytest.raises(AttributeError, match="Nothing"):
-        _ = chunkgraph.Nothing
-
-
-# What runs elsewhere: the workflow of the repository, and an image.
-
-
 def test_the_workflow_runs_targets_that_exist() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
     steps = workflow["jobs"]["test"]["steps"]

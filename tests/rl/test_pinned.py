@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from in_process import attach
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 from chunkgraph.engine import StepMode
 from chunkgraph.errors import ConfigError
-from chunkgraph.megatron.feature import Step
+from chunkgraph.megatron.feature import Step, StepInputs
 from chunkgraph.megatron.features.packing import pinned
 from chunkgraph.megatron.features.packing.bank import PackedBank
+from chunkgraph.megatron.features.packing.banks import PackedBanks
+from chunkgraph.megatron.features.packing.feature import PackedCalls, Packing
 from chunkgraph.packing import PackedShape
 
 pytestmark = [pytest.mark.megatron, pytest.mark.every_release]
@@ -72,20 +76,29 @@ def test_calls_that_differ_from_the_packings_are_refused() -> None:
 
 def test_passes_without_gradients_in_a_training_step_are_not_its_microbatches() -> None:
     model: Any = nn.Module()
-    model.config, model.post_process = SimpleNamespace(variable_seq_lengths=True), True
+    model.config, model.post_process = SimpleNamespace(variable_seq_lengths=True), False
     part: Any = SimpleNamespace(index=0, label="chunk 0", module=model, takes_all_calls=False)
-    feature = pinned.PinnedRows(SimpleNamespace(chunks=[model], parts=[part]))
-    call = feature.call(part, lambda _, kwargs: kwargs["input_ids"])
-    own = params(cu_seqlens_q=[0, 3, 8], cu_seqlens_kv=[0, 3, 8])
-    plan: Any = SimpleNamespace(pinned=[(8, PackedBank(PackedShape(4, 16)))])
-    seen: list[int] = []
-    for is_training in (True, False):
-        with feature.step(Step(StepMode.EAGER, is_training, plan)):
-            for enabled in (not is_training, is_training):
+    site: Any = SimpleNamespace(chunks=[model], parts=[part], config=model.config)
+    site.place, site.shares_experts = SimpleNamespace(rank=0), False
+    site.feature_options = {"packing": PackedBanks([PackedShape(8, 16)], seq_buckets=(4,))}
+    rows, packing = pinned.PinnedRows(site), Packing(site)
+    packing._engine = cast("Any", SimpleNamespace(report=1, misfit_of=lambda _: ""))
+    names = "input_ids", "packed_seq_params.cu_seqlens_q"
+    call = packing.call(part, lambda _, kwargs: [kwargs[name].numel() for name in names])
+    call = rows.call(part, PackedCalls().call(part, call))
+    documents = [2] * 7, [3, 5]
+    plan = packing.plans.plan(StepInputs(packings=documents), {"num_microbatches": 2})
+    seen = []
+    for is_training, modes in (True, [False, True]), (False, [False]):
+        step = Step(StepMode.EAGER, is_training, plan)
+        with rows.step(step), packing.step(step):
+            for lengths, enabled in itertools.product(documents, modes):
+                own = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+                given = PackedSeqParams("thd", *[own] * 4, max(lengths), max(lengths))
                 with torch.set_grad_enabled(enabled):
-                    ids = call((), {"input_ids": torch.ones(1, 8), "packed_seq_params": own})
-                    seen.append(ids.untyped_storage().nbytes() // 4)
-    assert seen == [8, 16, 16, 8]  # in a step of forwards, the second is not of the schedule
+                    ids = torch.ones(1, sum(lengths))
+                    seen.append(call((), {"input_ids": ids, "packed_seq_params": given}))
+    assert seen == [[14, 8], [16, 9], [8, 3], [16, 5], [16, 9], [16, 5]]
 
 
 def test_only_whole_chunks_are_pinned(chunks: list[nn.Module]) -> None:

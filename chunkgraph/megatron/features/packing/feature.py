@@ -102,7 +102,7 @@ class Packing(Feature):
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
         """Start counting calls at the first microbatch."""
-        self._banks_of_run = step.plan.cut_for
+        self._banks_of_run, self._is_training = step.plan.cut_for, step.is_training
         self._num_calls = [0] * len(self._num_calls)
         yield
 
@@ -113,6 +113,8 @@ class Packing(Feature):
         cut, label, index = self._banks.with_offsets_of, part.label, part.index
 
         def with_cut_offsets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._is_training and not torch.is_grad_enabled():
+                return call(args, kwargs)  # a pass besides those of the schedule
             number = self._num_calls[index]
             self._num_calls[index] += 1
             if number < len(self._banks_of_run):
