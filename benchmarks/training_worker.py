@@ -19,12 +19,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from drawn_documents import DrawnDocuments
+from torch.utils.data import DataLoader
 
 from chunkgraph.data import read_documents
 from chunkgraph.errors import ConfigError
@@ -32,6 +34,7 @@ from chunkgraph.megatron.core.access import import_megatron, private_names, vers
 from chunkgraph.megatron.rules.experts import uses_dropless
 from chunkgraph.settings import Config, load_config
 from chunkgraph.settings.words import facts_of
+from chunkgraph.trainer.batches import Batch
 from chunkgraph.trainer.results import StepRecord
 from chunkgraph.trainer.setup import training_process
 from chunkgraph.trainer.trained_model import TrainedModel, forward_step
@@ -39,6 +42,7 @@ from chunkgraph.trainer.trained_model import TrainedModel, forward_step
 ERROR_MARK = "benchmark error: "
 """Begins the line of the output that says why a variant failed."""
 
+_DROPOUT = "megatron.core.fusions.fused_bias_dropout"
 _STEP_RANGE = "chunkgraph benchmark step"
 _NUM_PROFILED_STEPS = 2
 
@@ -230,13 +234,14 @@ VARIANTS: dict[str, type[Variant]] = {
 class Run:
     """Train and measure one variant on this rank.
 
-    The microbatches of a step are on the device before its time starts, as with a prefetching
-    loader, and all ranks start it together.
+    All ranks start a step together. Packed microbatches are on the device before its time starts;
+    others come from a loader like Megatron's, whose thread takes time of the host's interpreter.
 
     Args:
         config: The run; model parallel groups must be initialized.
         device: This rank's device.
         variant: The variant to run.
+        num_steps: Number of steps that `step` can run.
         router_skew: See `skew_routers`; 0 leaves routers as they are.
         document_counts: See `DrawnDocuments`; empty for the documents of the text.
     """
@@ -246,17 +251,28 @@ class Run:
         config: Config,
         device: torch.device,
         variant: Variant,
+        num_steps: int,
         router_skew: float = 0.0,
         document_counts: Sequence[int] = (),
     ) -> None:
         self._config, self._device, self._variant = config, device, variant
         options = variant.transformer_options()
+        if device.type == "cuda":
+            # Megatron's program calls this function with another rate before. So torch compiles it
+            # for any rate, which takes more of the host's time in each call.
+            layout, size = config.pipeline, config.train.micro_batch_size
+            split = layout.tensor_model_parallel_size if layout.sequence_parallel else 1
+            rows = config.tokens_per_sequence // layout.context_parallel_size // split
+            x = torch.zeros(rows, size, config.model.hidden_size, device=device).bfloat16()
+            import_megatron(_DROPOUT).bias_dropout_add_fused_train((x, None), x, 0.1)
         with variant.build_scope():
             self._model = model = TrainedModel(config, device, transformer_options=options)
         if router_skew:
             skew_routers(model.chunks, router_skew)
         if document_counts:
             _draw_documents(model, document_counts)
+        is_packed = model.batches.banks is not None
+        self._loaders = [self._load(num_steps) for _ in model.chunks if not is_packed]
         variant.prepare(model)
         self._records: list[StepRecord] = []
         self._num_tokens: list[int] = []
@@ -274,11 +290,12 @@ class Run:
         self._variant.before_step(index)
         count = model.count(index)
         packings = model.batches.schedule_options(index, count).get("packings")
-        batches = list(model.batches.step(index, count))
+        batches = [] if self._loaders else list(model.batches.step(index, count))
+        loaded = [map(self._to_device, islice(loader, count)) for loader in self._loaders]
         self._forward_us.append([])
         record = model.run_step(
             index,
-            [iter(batches) for _ in model.chunks],
+            loaded or [iter(batches) for _ in model.chunks],
             announces_next=announces_next,
             forward_step=_timed(forward_step, self._forward_us[-1], 1e6),
             timed=self._started_together(),
@@ -338,6 +355,16 @@ class Run:
         """Free the graphs, before process groups are destroyed."""
         self._variant.close()
         self._model.close()
+
+    def _load(self, num_steps: int) -> Iterator[Batch]:
+        model, is_gpu = self._model, self._device.type == "cuda"
+        drawn = (model.batches.step(step, model.count(step)) for step in range(num_steps))
+        samples = [{name: v.cpu() for name, v in one.items()} for step in drawn for one in step]
+        options = {"num_workers": 2, "pin_memory": True} if is_gpu else {}
+        return iter(DataLoader(samples, batch_size=None, **options))
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return {name: v.to(self._device, non_blocking=True) for name, v in batch.items()}
 
     @contextmanager
     def _started_together(self) -> Iterator[None]:
@@ -472,7 +499,8 @@ def _main(request: Mapping[str, Any], result_path: Path) -> None:
     first, last = request["num_warmup_steps"], request["num_warmup_steps"] + request["num_steps"]
     variant = VARIANTS[request["variant"]](config, first)
     with training_process(config) as device:
-        run = Run(config, device, variant, request["router_skew"], request["document_counts"])
+        more = last + 1 + _NUM_PROFILED_STEPS, request["router_skew"], request["document_counts"]
+        run = Run(config, device, variant, *more)
         for index in range(last):
             run.step(announces_next=request["profiles"] or index < last - 1)
         share = run.kernel_share() if request["profiles"] else None
