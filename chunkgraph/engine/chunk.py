@@ -147,7 +147,7 @@ class Chunk:
         """Yield the parameters, also frozen ones, and the buffers."""
         if self.module is None:
             return chain(self.parameters, self.buffers)
-        return chain(self.module.parameters(), self.module.buffers())
+        return chain(self.module.parameters(), self.module.buffers(), self.buffers)
 
     def _of_module(self) -> Chunk:
         assert self.module is not None

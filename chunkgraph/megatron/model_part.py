@@ -163,6 +163,7 @@ class ModelPart:
             }
             return call((first, *args[num_named:]), keywords)
 
+        vars(forward)["of"] = module
         undo.callback(patch_attributes(module, {"forward": MethodType(forward, module)}))
 
     def _take_input(self, keywords: dict[str, Any]) -> Any:
@@ -240,6 +241,9 @@ def new_part(scope: CapturedScope, model_chunk: nn.Module, label: str) -> ModelP
     ddp = unwrap_ddp(model_chunk)
     block = _find_block(model_chunk, label)
     *_, model = wrappers_of(model_chunk)
+    for module in (block, model):
+        if getattr(vars(module).get("forward"), "of", module) is not module:
+            del module.forward  # of the model that this one is a deep copy of
     if any("forward" in module.__dict__ for module in (block, model)):
         raise ConfigError(
             f"The forward of {label} is already replaced on the instance; detach() the earlier "

@@ -73,12 +73,15 @@ class CapturedOptimizer:
             ConfigError: The optimizer has changed such that no graph can hold its step.
             SlotError: A parameter or gradient lies in memory that sleeps.
         """
+        parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+        if [*map(id, parameters)] != [*map(id, self._parameters)]:  # replaced, or a group is new
+            self._parameters, self._gradients = parameters, SettledGradients(parameters)
         refuse_asleep("the optimizer", self._parameters, with_gradients=True)
         self._state.write()
         if not self.graph.is_ready():
+            self._refuse()
             with self._state.on_device():
                 norm = self._work()
-            self._refuse()
             self.graph.end_eager_step()
             return norm
         norm = self.graph.replay()
@@ -101,9 +104,6 @@ class CapturedOptimizer:
         return tensor.tolist()
 
     def _facts(self) -> Hashable:
-        parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
-        if [*map(id, parameters)] != [*map(id, self._parameters)]:  # replaced, or a group is new
-            self._parameters, self._gradients = parameters, SettledGradients(parameters)
         return self._gradients.settle(), self._state.facts(), self._max_norm
 
     def _capture(self) -> Any:

@@ -25,13 +25,17 @@ _MOST_MOVES = 2
 
 
 def _hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return the hooks on the steps of ``optimizer``, and on those of all optimizers."""
+    """Return the hooks on the steps of ``optimizer`` and of all, but not those of torch's profiler.
+
+    With ``KINETO_USE_DAEMON=1`` it counts the steps of all optimizers.
+    """
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     of_all = (
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
     )
-    return [hook for hooks in (*own, *of_all) for hook in hooks.values()]
+    hooks = [hook for registered in (*own, *of_all) for hook in registered.values()]
+    return [hook for hook in hooks if getattr(hook, "__module__", "") != "torch.profiler"]
 
 
 def _problems(optimizer: torch.optim.Optimizer) -> Iterator[str]:
@@ -47,8 +51,8 @@ def _problems(optimizer: torch.optim.Optimizer) -> Iterator[str]:
         yield f"{kind.__name__} reads tensors in betas on the host"
     if any(isinstance(p, DTensor) for p in params):
         yield "parameters are sharded (DTensor)"
-    if len({p.device for p in params}) > 1:
-        yield "parameters are on several devices"
+    if (num_devices := len({p.device for p in params})) != 1:
+        yield f"its parameters are on {num_devices} devices"
     if hooks := _hooks(optimizer):
         yield f"a hook on the optimizer's step ({shown(hooks[0])}) runs in Python, not in a replay"
 
